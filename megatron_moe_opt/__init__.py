@@ -16,7 +16,7 @@ __all__ = ["Options", "__version__", "register", "use_host_backend"]
 
 
 def __getattr__(name: str) -> Any:
-    """`Options`, the settings that `register` takes: imported when they are asked for."""
+    """Imports `Options`, the settings that `register` takes, when they are asked for."""
     if name != "Options":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from megatron_moe_opt.options import Options

@@ -34,18 +34,18 @@ class LayerError(RuntimeError):
 
 
 def sentence(error: Exception) -> str:
-    """The message as it was first raised: Megatron raises errors again, naming each module it was building."""
+    """Returns the message as it was first raised: Megatron raises errors again, naming each module it was building."""
     while (first := error.__context__) is not None and type(first) is type(error) and str(error).startswith(str(first)):
         error = first
     return str(error)
 
 
 def printable(text: str) -> str:
-    """The text with escapes in the place of all that is neither seen nor an ordinary space."""
+    """Returns the text with escapes in the place of all that is neither printable nor an ordinary space."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def reason(error: BaseException) -> str:
-    """What an error of another library says, as a part of a sentence: its first line, and not more than fits there."""
+    """Returns what another library's error says, as part of a sentence: its first line, and no more than fits there."""
     text = str(error).partition("\n")[0] or type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."

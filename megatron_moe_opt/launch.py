@@ -57,7 +57,7 @@ def main(arguments: list[str], inside: AbstractContextManager[object] | None = N
 
 
 def _start(path: Path, arguments: list[str]) -> tuple[Options, list[str]]:
-    """All that comes before the script. Returns our options, and the script's arguments."""
+    """Does all that comes before the script. Returns our options, and the script's arguments."""
     first_rank = os.environ.get("RANK", "0") == "0"
     if not path.is_file():
         raise ConfigurationError(f"{path} is not a file: give the path of a Megatron script such as pretrain_gpt.py")

@@ -32,7 +32,7 @@ class Values:
     choices: tuple[str, ...] | None = None
 
     def parse(self, text: str) -> Any:
-        """Of a text on the command line. Raises argparse.ArgumentTypeError."""
+        """Returns the value that a text on the command line stands for. Raises argparse.ArgumentTypeError."""
         try:
             return self.take(self.read(text))
         except (ValueError, TypeError) as error:
@@ -119,7 +119,9 @@ def one_of(*choices: str) -> Values:
 
 
 def byte_count(text: str) -> int:
-    """Of `512MiB`, `1.5GiB` or a plain number. Raises argparse.ArgumentTypeError for anything else, and for 0."""
+    """Returns the number of bytes that `512MiB`, `1.5GiB` or a plain number stand for. Raises
+    argparse.ArgumentTypeError for anything else, and for 0.
+    """
     return BYTES.parse(text)
 
 

@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def options_help() -> str:
-    """The help text of our options alone."""
+    """Returns the help text of our options alone."""
     return _parser().format_help()
 
 

@@ -110,7 +110,7 @@ def check_output_folder(flag: str, folder: str | Path | None) -> None:
 
 
 def _status(file: str | Path) -> os.stat_result | None:
-    """Of what the file is or leads to; None where there is nothing yet."""
+    """Returns the status of what the file is or leads to; None where there is nothing yet."""
     try:
         return os.stat(file)
     except FileNotFoundError:

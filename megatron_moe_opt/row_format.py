@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     import torch
 
 LANE_BYTES = 16
-"""The lane behind a row's hidden elements. It keeps rows 16-byte aligned where the hidden size does;
-csrc/bindings/permute.cpp holds the same number."""
+"""The bytes of the lane behind a row's hidden elements. It keeps rows 16-byte aligned where the hidden size does;
+csrc/bindings/permute.cpp holds the same number.
+"""
 
 NOTE_BYTE = 8
-"""Where in the lane there is room for a note, an int32, behind the bits of the row's probability."""
+"""The byte of the lane at which there is room for a note, an int32, behind the bits of the row's probability."""
 
 PAYLOAD_ALIGNMENT = 16
-"""Of the payload of rows in 8 bits, in bytes; csrc/kernels/wire_format.h holds the same number."""
+"""The alignment in bytes of the payload of rows in 8 bits; csrc/kernels/wire_format.h holds the same number."""
 
 
 class WireFormat(Enum):
@@ -34,13 +35,13 @@ class WireFormat(Enum):
     """The wire on which rows travel in their own dtype."""
     BF16 = "bf16"
     FP8 = "fp8"
-    """e4m3, one float32 scale for 128 elements."""
+    """The format e4m3 with one float32 scale for 128 elements."""
     MXFP8 = "mxfp8"
-    """e4m3, one power of two (e8m0) for 32 elements: OCP's microscaling format."""
+    """The format e4m3 with one power of two (e8m0) for 32 elements: OCP's microscaling format."""
 
     @property
     def block(self) -> int | None:
-        """Elements that share a scale; None where there are no scales."""
+        """Returns the number of elements that share a scale; None where there are no scales."""
         if self is WireFormat.FP8:
             return 128
         return 32 if self is WireFormat.MXFP8 else None
@@ -51,7 +52,7 @@ class WireFormat(Enum):
         return {WireFormat.FP8: 4, WireFormat.MXFP8: 1}.get(self, 0)
 
     def dtype_of(self, rows: torch.dtype) -> torch.dtype:
-        """The dtype of the tensor that holds rows on the wire, which are of dtype `rows` elsewhere."""
+        """Returns the dtype of the tensor that holds rows on the wire, which are of dtype `rows` elsewhere."""
         import torch
 
         if self is WireFormat.SAME:
@@ -59,14 +60,14 @@ class WireFormat(Enum):
         return torch.bfloat16 if self is WireFormat.BF16 else torch.uint8
 
     def payload_bytes(self, hidden: int, rows: torch.dtype) -> int:
-        """Bytes of `hidden` elements and their scales, of rows whose dtype is `rows` elsewhere."""
+        """Returns the bytes of `hidden` elements and their scales, of rows whose dtype is `rows` elsewhere."""
         if self.block is None:
             return hidden * (rows.itemsize if self is WireFormat.SAME else 2)
         scales = -(-hidden // self.block) * self.scale_bytes
         return _padded(self.first_scale(hidden) + scales, PAYLOAD_ALIGNMENT)
 
     def first_scale(self, hidden: int) -> int:
-        """The byte of a row in 8 bits at which its scales begin."""
+        """Returns the byte of a row in 8 bits at which its scales begin."""
         return _padded(hidden, self.scale_bytes)
 
 
@@ -81,11 +82,12 @@ class Wire:
     dispatch: WireFormat = WireFormat.SAME
     """The format of rows to the experts: tokens, and gradients of outputs."""
     combine: WireFormat = WireFormat.SAME
-    """Back: sums of outputs, and of gradients of tokens."""
+    """The format of rows on the way back: sums of outputs, and of gradients of tokens."""
 
     @classmethod
     def of(cls, words: str) -> Wire:
-        """Of one word, or `dispatch=WORD,combine=WORD`. Raises ValueError for anything else.
+        """Returns the wire that one word, or `dispatch=WORD,combine=WORD`, stands for. Raises ValueError for anything
+        else.
 
         One word with 8 bits means sums in bf16: what is added up is rounded once more on its way.
         """
@@ -104,7 +106,7 @@ class Wire:
 
     @property
     def word(self) -> str:
-        """The same without commas, as in the name of a variant: `fp8`, or `fp8-same` by direction."""
+        """Returns the formats in one word without commas, as in a variant's name: `fp8`, or `fp8-same` by direction."""
         word = self.dispatch.value
         return word if Wire.of(word) == self else f"{word}-{self.combine.value}"
 
@@ -113,7 +115,7 @@ class Wire:
         return f"rows travel in {self.dispatch.value} to the experts and in {self.combine.value} back: lossy"
 
     def of_rows(self, is_bf16: bool) -> Wire:
-        """The same of rows that are bf16 already: bf16 changes nothing then."""
+        """Returns the same wire for rows that may be bf16 already: bf16 changes nothing of these."""
         if not is_bf16:
             return self
         return Wire(*(WireFormat.SAME if one is WireFormat.BF16 else one for one in (self.dispatch, self.combine)))
@@ -123,8 +125,8 @@ SAME = Wire()
 
 
 def narrower(element_bytes: int) -> tuple[Wire, ...]:
-    """The wires on which rows of such elements take fewer bytes; of two formats in 8 bits, which take nearly as many,
-    the one that rounds no scale.
+    """Returns the wires on which rows of such elements take fewer bytes; of two formats in 8 bits, which take nearly as
+    many, the one that rounds no scale.
     """
     words = ("bf16", "fp8") if element_bytes > 2 else ("fp8",)
     return tuple(map(Wire.of, words))

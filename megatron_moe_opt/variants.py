@@ -11,11 +11,11 @@ from megatron_moe_opt.row_format import Wire, WireFormat
 from megatron_moe_opt.systems import SYSTEMS, system_of
 
 FLEX = "flex"
-"""Stock, over a package for GPUs: `flex:hybridep` names it."""
+"""Megatron's own dispatcher over a package for GPUs, which `flex:hybridep` names."""
 
 
 def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
-    """The dispatcher's name and options of a variant: a name, or a name, a colon and a setting of its system.
+    """Returns a variant's dispatcher and options: it is a name, or a name, a colon and a setting of its system.
 
     A format of rows on the wire may follow, as in `monta:fp8` or `monta:O2x8:fp8-same` (to the experts, and back).
     `NAME:auto` chooses by the profile, `auto` among all systems. Megatron's `flex:BACKEND` has no options of ours.
@@ -50,7 +50,7 @@ def split_wire(setting: str) -> tuple[str, Wire | None]:
 
 
 def whole_variant(variant: str, levels: int) -> str | None:
-    """A variant with its defaults filled in, as the planner names it; None where it chooses by itself.
+    """Returns a variant with its defaults filled in, as the planner names it; None where it chooses by itself.
 
     Args:
         levels: of the network, for defaults that are one number for each.
@@ -62,7 +62,9 @@ def whole_variant(variant: str, levels: int) -> str | None:
 
 
 def kind_of(variant: str) -> str:
-    """What travels: the system, and what of its setting decides that. Variants of a kind cut the same traffic."""
+    """Returns the kind of a variant, which is what travels: the system, and what of its setting decides that. Variants
+    of a kind cut the same traffic.
+    """
     name, _, setting = variant.partition(":")
     system, (setting, wire) = system_of(name), split_wire(setting)
     kind = "" if system is None or system.grammar is None else system.grammar.kind(setting)

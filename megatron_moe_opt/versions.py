@@ -15,7 +15,7 @@ SUPPORTED_MEGATRON = f"0.{OLDEST_MEGATRON[1]} to 0.{NEWEST_MEGATRON[1]}"
 
 
 def megatron_version() -> str | None:
-    """Version of the megatron.core that `import megatron.core` would take; None where there is none.
+    """Returns the version of the megatron.core that `import megatron.core` would take; None where there is none.
 
     Read from its package_info.py: the metadata of an installed wheel would be wrong where a Megatron-LM checkout on
     PYTHONPATH comes before it.

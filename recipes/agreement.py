@@ -18,7 +18,7 @@ class RankError(Exception):
 
 
 def first_of_all_ranks(text: str | None) -> str | None:
-    """The text of the first rank that has one; called by all ranks."""
+    """Returns the text of the first rank that has one; called by all ranks."""
     texts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return next(filter(None, texts), None)

@@ -41,7 +41,7 @@ RECIPE = Path(__file__).with_name("pretrain_moe_gpt.py")
 DISPATCHER, RATIO, SEED, LOG, INTERVAL = OF_A_RUN = (
     "--moe-token-dispatcher-type", "--moe-opt-compression-ratio", "--seed", "--log-json", "--log-interval",
 )  # fmt: skip
-"""What the search itself says to each run."""
+"""The flags that the search itself gives to each run."""
 NOT_OF_A_SEARCH = (*OF_A_RUN, "--save", "--load", "--exit-interval")
 
 

@@ -32,7 +32,7 @@ class Holder:
     """The running kernel and the process namespace: where `pid` means something."""
     pid: int
     process_start: str
-    """In clock ticks after the machine's; tells a process from a later one with its number."""
+    """When the process started, in clock ticks after the machine did; tells it from a later one with its number."""
     since: str
     job: str
     """The scheduler's number of the job, or empty. It stays when a job is queued again or its ranks are restarted."""
@@ -41,7 +41,7 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> Holder:
-        """Of the process that asks."""
+        """Returns the holder that the calling process is."""
         environment = os.environ
         elastic = environment.get("TORCHELASTIC_RUN_ID", "none")
         jobs = [environment.get("SLURM_JOB_ID", ""), "" if elastic == "none" else elastic]
@@ -137,7 +137,9 @@ def _text(holder: Holder) -> str:
 
 
 def _read(file: Path) -> str:
-    """Empty where nothing can be read, as of a file that is being made or removed just now."""
+    """Returns the text of the file; empty where nothing can be read, as of a file that is being
+    made or removed just now.
+    """
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -145,7 +147,7 @@ def _read(file: Path) -> str:
 
 
 def _holder(text: str) -> Holder | None:
-    """None where the text is not of ours, or not whole yet."""
+    """Returns the holder that a text names; None where it is not of ours, or not whole yet."""
     try:
         content = json.loads(text)
         first, second = map(int, content["starts"])
@@ -169,7 +171,7 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> str:
-    """Empty where there is no such process, or none that runs any more."""
+    """Returns when a process started; empty where there is no such process, or none that runs any more."""
     try:
         # The name of the process, in brackets, may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -276,7 +276,7 @@ def train(
 
 
 def noting_kinds(batch_iterator: Batches, names: Sequence[str]) -> Batches:
-    """The same batches; a recorder of routing, if there is one, is told of each what its samples are."""
+    """Yields the same batches, and tells a recorder of routing, if there is one, what the samples of each are."""
     for batch in batch_iterator:
         note_kinds(batch["kinds"], names)
         yield batch

@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --gpus, tests that are about the host are skipped, and say why."""
+    """Skips tests that are about the host with --gpus, and says why."""
     if config.getoption("--gpus"):
         for item in items:
             for mark in item.iter_markers("host_only"):
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: no collection looks at it again."""
+    """Leaves what is imported by now alone: no garbage collection looks at it again."""
     gc.collect()
     gc.freeze()
 
@@ -43,7 +43,7 @@ def _gpus() -> int:
 
 @pytest.fixture(scope="session", autouse=True)
 def kind_of_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What the option asks for, for all rank processes that start afterwards."""
+    """Sets what the option asks for, for all rank processes that start afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         if request.config.getoption("--gpus"):
             patch.setenv(GPUS, "1")
@@ -58,13 +58,15 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def eight_ranks() -> Iterator[RankPool]:
-    """Eight."""
+    """Eight rank processes for the whole session."""
     yield from _open(RankPool(8))
 
 
 @pytest.fixture
 def doomed_ranks() -> Iterator[RankPool]:
-    """For a test that leaves ranks hanging or dead; those of the session keep the groups that they have made."""
+    """Rank processes for a test that leaves them hanging or dead; those of the session keep the
+    groups that they have made.
+    """
     yield from _open(RankPool())
 
 

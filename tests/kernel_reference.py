@@ -31,7 +31,7 @@ def routed_pairs(routing_map: torch.Tensor, capacity: int | None = None) -> tupl
 def permute(
     tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor | None = None, capacity: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """As `kernels.permute`; `capacity` (rows of each expert) stands for drop_and_pad."""
+    """Does what `kernels.permute` does; `capacity` (rows of each expert) stands for drop_and_pad."""
     sources, experts = routed_pairs(routing_map, capacity)
     # index_select, whose backward adds in row order; that of indexing adds in any order where it runs on threads.
     return tokens.index_select(0, sources), None if probs is None else probs[sources, experts], sources
@@ -44,7 +44,7 @@ def unpermute(
     capacity: int | None = None,
     sum_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """As `kernels.unpermute`, for the routing map (and capacity) that the rows were permuted with."""
+    """Does what `kernels.unpermute` does, for the routing map (and capacity) that the rows were permuted with."""
     sources, experts = routed_pairs(routing_map, capacity)
     rows = permuted.to(sum_dtype)
     if probs is not None:
@@ -134,7 +134,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def sr_entries(indices: torch.Tensor, numel: int) -> torch.Tensor:
-    """The elements (int64 [k]) that indices of the residual codec name."""
+    """Returns the elements (int64 [k]) that indices of the residual codec name."""
     blocks = -(-numel // BLOCK_ELEMENTS)
     words = indices.to(torch.int64)
     ends = (words[: 2 * blocks].view(-1, 2) * torch.tensor([1, 65536], device=indices.device)).sum(1)
@@ -170,8 +170,9 @@ def count_routing_map(routing_map: torch.Tensor, num_samples: int, *, batch_firs
 
 
 def kuhn_munkres(cost: torch.Tensor, capacity: torch.Tensor) -> torch.Tensor:
-    """As `kernels.solve_placement`, by the NetMoE paper's own method: every sink is copied capacity[n] times, and
-    samples are matched with copies one after another, along the shortest augmenting path. O(I^2 sum(capacity)).
+    """Solves what `kernels.solve_placement` solves by the NetMoE paper's own method: every sink is copied capacity[n]
+    times, and samples are matched with copies one after another, along the shortest augmenting path. O(I^2
+    sum(capacity)).
 
     Args:
         cost: [I, N], int64 or float64. capacity: int64 [N], together at least I.

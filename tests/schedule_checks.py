@@ -76,7 +76,7 @@ def _place(schedule: Schedule, index: int) -> str:
 
 
 def _happens_before(schedule: Schedule) -> list[int]:
-    """For each op the set of ops, as bits, that have finished when it starts."""
+    """Returns, for each op, the set of ops, as bits, that have finished when it starts."""
     before: list[int] = []
     last_in_lane: dict[Lane, int] = {}
     for index, op in enumerate(schedule.ops):

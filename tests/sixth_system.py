@@ -37,13 +37,13 @@ class InTurnOptions(SharedOptions):
 
 
 def in_turn(schedule: Schedule) -> Schedule:
-    """The schedule: each op waits for the one before it."""
+    """Returns the schedule with each op waiting for the one before it."""
     ops = (replace(op, waits_for=(number - 1,) if number else ()) for number, op in enumerate(schedule.ops))
     return replace(schedule, name=f"{schedule.name}, in turn", ops=tuple(ops))
 
 
 def taking_turns(moving: MovingSchedule) -> MovingSchedule:
-    """What runs, in turn, and how it is shown."""
+    """Returns what runs, in turn, and how it is shown."""
     return MovingSchedule(in_turn(moving.schedule), lambda: in_turn(moving.sized()))
 
 
@@ -112,7 +112,7 @@ IN_TURN = System(
 
 
 def refusals() -> Iterator[str]:
-    """What configurations with the system, and with its options under another one, are refused with."""
+    """Yields the sentences that refuse configurations with the system, and with its options under another one."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megatron_moe_opt

@@ -22,14 +22,14 @@ from tests.ranks.pool import RankPool
 
 @dataclass(frozen=True)
 class Held:
-    """By a rank's process, after a step."""
+    """What a rank's process holds after a step."""
 
     threads: int
     files: int
     groups: int
-    """Process groups."""
+    """The number of process groups."""
     tensors: int
-    """That Python knows."""
+    """The number of tensors that Python knows."""
     resident_mb: float
 
 
@@ -66,7 +66,7 @@ def measure(dispatcher: str, at: Sequence[int], folder: Path, trial_steps: int |
 
 
 def look() -> Held:
-    """At this process."""
+    """Looks at what this process holds."""
     import psutil
     import torch
     import torch.distributed as dist
@@ -99,7 +99,9 @@ def main() -> int:
 
 
 def _columns(at: Sequence[int], of_ranks: list[list[Held]]) -> list[str]:
-    """For each number that is held, its largest of all ranks at each step, and the largest slope of a rank."""
+    """Returns a column for each number that is held: its largest of all ranks at each step, and the
+    largest slope of a rank.
+    """
     columns = []
     for one in range(len(astuple(of_ranks[0][0]))):
         numbers = [[astuple(held)[one] for held in of_rank] for of_rank in of_ranks]

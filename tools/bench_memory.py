@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_moe_opt.integration.measuring.under_test import LayerUnderTest
 
 STATES = 4
-"""Of a parameter: itself, its gradient and Adam's two moments (MPMoE, eq. 1)."""
+"""The tensors that training keeps of a parameter: itself, its gradient and Adam's two moments (MPMoE, eq. 1)."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class MemoryUse:
     """Bytes of one step, on the rank that has most, above parameters, gradients, input and its gradient."""
 
     held: int
-    """On the device between forward and backward."""
+    """Bytes on the device between forward and backward."""
     peak: int
-    """On the device, at the highest point."""
+    """Bytes on the device at the highest point."""
     host: int
-    """On the host, at the highest point."""
+    """Bytes on the host at the highest point."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class MemoryRow:
     model_states: int
     """Bytes of parameters, gradients and Adam's moments."""
     without: MemoryUse
-    """Of the same partitions without reuse."""
+    """The memory of the same partitions without reuse."""
     use: MemoryUse
     predicted: float
     """phi of eq. 6."""
 
     @property
     def saved(self) -> float:
-        """Of all that the layer takes on the device without reuse, model states included."""
+        """Returns the part saved of all that the layer takes on the device without reuse, model states included."""
         return (self.without.peak - self.use.peak) / (self.model_states + self.without.peak)
 
 

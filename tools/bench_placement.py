@@ -24,7 +24,9 @@ from megatron_moe_opt.cli.console import report_console, table_of
 from tools.kernel_timing import Timing, measure, time_once
 
 Assign: TypeAlias = Callable[[np.ndarray, int], np.ndarray]
-"""A matrix of costs, of so many equal columns in a row for each sink -> the column of each row."""
+"""A function that takes a matrix of costs, with so many equal columns for each sink, and
+returns the column of each row.
+"""
 
 CPU = torch.device("cpu")
 TURNS = 4  # of both sides at a problem, the first of them not counted
@@ -46,7 +48,7 @@ class PlacementRow:
     ours: Timing
     stock: Timing | None
     ratios: Timing | None = None
-    """Of the counterpart's to our time, turn by turn, where they are timed at several inputs."""
+    """The ratios of the counterpart's time to ours, turn by turn, where they are timed at several inputs."""
 
     @property
     def speedup(self) -> float | None:
@@ -117,7 +119,7 @@ def integer_program() -> Assign | None:
 
 
 class TwoStages:
-    """Samples to nodes, then to the devices of each node; 64 experts on 16 devices."""
+    """A problem of placing samples on nodes, then on the devices of each node; 64 experts on 16 devices."""
 
     def __init__(self, rng: np.random.Generator, samples: int, nodes: int) -> None:
         from megatron_moe_opt.kernels import place_samples, transfer_costs
@@ -167,7 +169,7 @@ def measure_two_stages(rng: np.random.Generator, samples: int, nodes: int, repea
 
 
 def _two_stages(problems: list[TwoStages], counterpart: str, assign: Assign | None) -> PlacementRow:
-    """Each problem is solved by both sides."""
+    """Times both sides on the same problems."""
     ours, stock = [], []
     for problem in problems:
         if assign:

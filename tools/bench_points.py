@@ -104,18 +104,18 @@ class Found:
     rounds: dict[str, list[float]]
     """Seconds of every round, by variant."""
     kept: str
-    """By `auto`, after its trials."""
+    """The variant that `auto` kept after its trials."""
     planned: str
     predicted: float
-    """Seconds, of what was planned."""
+    """Seconds that the planned variant was predicted to take."""
     wire: float
     """Seconds that the bytes between nodes of the variant that sends least there take at the nodes' bandwidth."""
     inside: float
     """The same of its bytes inside nodes."""
     experts: float
-    """Seconds that the planner takes experts, and work on rows on the rank, for."""
+    """Seconds that the planner predicts for experts, and for work on rows on the rank."""
     point: str = ""
-    """Its name, in a file."""
+    """The point's name, in a file."""
 
 
 def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
@@ -192,12 +192,14 @@ class Judged:
 
     @property
     def limit(self) -> float:
-        """What nothing is faster than where all that overlaps does: the largest of links and experts."""
+        """Returns the time below which nothing can get where all that overlaps does: the
+        largest of links and experts.
+        """
         return max(self.found.wire, self.found.inside, self.found.experts)
 
     def over(self, other: str) -> tuple[float, float, float]:
-        """By how much what `auto` kept is faster than another variant: the ratio of the medians, and the least and the
-        largest ratio of a round.
+        """Returns how many times as fast as another variant what `auto` kept is: the ratio of the medians, and the
+        least and the largest ratio of a round.
         """
         pairs = zip(self.found.rounds[other], self.found.rounds[self.found.kept], strict=True)
         ratios = [theirs / ours for theirs, ours in pairs]
@@ -221,7 +223,7 @@ _STOCK = (ALLTOALL, "allgather", "flex")
 
 
 def rows(point: Point, content: Mapping[str, Any]) -> Iterator[str]:
-    """The row of a point."""
+    """Yields the row of a point."""
     one = Judged(Found(**content))
     found, ms = one.found, {name: f"{seconds * 1e3:.0f}" for name, seconds in one.seconds.items()}
     over_stock, over_single = one.over(ALLTOALL), one.over(one.single)
@@ -236,7 +238,7 @@ def rows(point: Point, content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def summary(judged: Sequence[tuple[Point, Judged]]) -> Iterator[str]:
-    """What is asked of all points, as a table."""
+    """Yields what is asked of all points, as a table."""
 
     def mean(ratios: Sequence[float]) -> str:
         if not ratios:
@@ -262,7 +264,7 @@ def summary(judged: Sequence[tuple[Point, Judged]]) -> Iterator[str]:
 
 
 def table(out: Path) -> Iterator[str]:
-    """The tables of the points that are there."""
+    """Yields the tables of the points that are there."""
     judged: list[tuple[Point, Judged]] = []
     for shape in SHAPES:
         there = [(one, found) for one in POINTS if one.shape == shape and (found := found_at(out, one)) is not None]

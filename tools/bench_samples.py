@@ -47,17 +47,17 @@ class SampleSettings:
     hidden: int
     tokens: int | None
     dtype: str
-    """Of the tokens: fp32 or bf16."""
+    """Type of the tokens: fp32 or bf16."""
     steps: int
     warmup: int
     ffn_hidden: int | None = None
-    """Of experts, where layers are whole, with attention too; None: dispatch and combine alone."""
+    """Middle size of experts, where layers are whole, with attention too; None: dispatch and combine alone."""
     profile: str | None = None
     """The cluster.json that `auto` plans by."""
 
     @property
     def all_dispatchers(self) -> tuple[str, ...]:
-        """All that run, the baseline first."""
+        """Returns all that run, the baseline first."""
         return tuple(dict.fromkeys((BASELINE, *self.dispatchers)))
 
 
@@ -67,7 +67,7 @@ class SampleResult:
 
     dispatcher: str
     seconds: tuple[float, ...]
-    """Those of each round, on the slowest rank."""
+    """Seconds of each round, on the slowest rank."""
     traffic: tuple[TrafficRow, ...]
     """What a round sends, mean of the rounds that were counted."""
     moves: dict[int, dict[str, float]]
@@ -157,7 +157,7 @@ class _Block:
         register(split_variant(dispatcher, settings.profile)[1])
         self.block = build_block(_config(dispatcher, settings, trace), is_whole=settings.ffn_hidden is not None)
         self.controller = current_controller()
-        """What chooses under `auto`."""
+        """The controller that chooses the dispatchers under `auto`."""
         register()
         for index, layer in enumerate(self.block.layers):
             if settings.ffn_hidden is None:
@@ -167,7 +167,7 @@ class _Block:
         shape = (self.tokens, self.batch, settings.hidden)
         self.inputs, self.grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
         self.index = 0
-        """Which pass of the trace runs."""
+        """The number of the trace's pass that runs."""
 
     def round(self, index: int) -> None:
         """Runs a pass of the trace forward and backward. Experts that travel do so in every pass."""

@@ -32,7 +32,7 @@ class Layout:
 
     name: str
     box: str
-    """Of tools/netbox.py."""
+    """The cluster as tools/netbox.py takes it."""
     groups: str
     """Parallel sizes, for the profile too."""
     size: str
@@ -74,7 +74,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """Returns the name of the point's files."""
         return f"{self.layout.name}-{self.tokens}-{self.routing}"
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 CHUNKS = (2, 4, 8, 16)
 STEPS = 1000
-"""What the time that choosing takes is compared with."""
+"""The number of steps that the time of choosing is compared with."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class ProfileChooser(Chooser):
         return choose(self.asked, settings.workload(ep), cluster)
 
     def _as_measured(self, variant: str) -> str:
-        """What a variant is called among the candidates."""
+        """Returns the name that a variant has among the candidates."""
         return variant
 
 
@@ -173,11 +173,11 @@ class AutoChooser(Chooser):
     whole_layer = True
     candidates = (AUTO,)
     of_each_system = 2
-    """Variants that are measured, those with the least predictions, besides what auto tries: of each system, and of
-    each whose tokens hop besides.
+    """How many variants are measured besides what auto tries, those with the least predictions: of each system, and as
+    many of each whose tokens hop.
     """
     hopeless = 3.0
-    """What is predicted to take so many times as long as the fastest is not measured, unless auto tried it."""
+    """The multiple of the fastest prediction above which a variant is not measured, unless auto tried it."""
 
     def __init__(self) -> None:
         self._controller: Controller | None = None

@@ -33,9 +33,9 @@ Cost = Callable[[Op], float]
 COMPUTES, _SHARED, _NVLINK = (Kind.COMPUTE, Kind.GRADIENT), "shared", ("a800-ib200", "h100-ib400")
 PARTITIONS, CHUNKS = (1, 2, 3, 4, 6, 8), (2, 4)
 TOKENS = (4096, 16384)
-"""Of a layer on one rank, or on the ranks that hold the same."""
+"""The tokens of a layer on one rank, or on the ranks that hold the same."""
 SHAPES = {1: ((768, 8, 3072), (4096, 8, 14336)), 2: ((4096, 8, 14336),), 8: ((2048, 128, 768),)}
-"""By top-k: hidden size, experts, and their middle size, of GPT-2 small as Parm has it, Mixtral and Qwen3-30B-A3B."""
+"""Hidden size, experts, and their middle size, by top-k: of GPT-2 small as Parm has it, Mixtral and Qwen3-30B-A3B."""
 _EIGHT, _WHOLE, _CUT = Layout(32, tp=8, ep=4, expert_tp=8), Layout(8, tp=8, ep=8), Layout(8, tp=4, ep=2, expert_tp=4)
 PLACES = {
     "4 NVLink nodes, cut": tuple((cluster, _EIGHT) for cluster in _NVLINK),
@@ -75,7 +75,9 @@ def gathered(layer: LayerOnCluster, way: str, count: int) -> list[Schedule]:
 
 
 def _gathered(schedule: Schedule, gather: Op, costs: Cost, layer: LayerOnCluster) -> Schedule:
-    """With the op behind each partition's last; ops of a lane in the order in which they could begin."""
+    """Returns the schedule with the op `gather` behind each partition's last op; ops of a lane in the order
+    in which they could begin.
+    """
     spans = simulate(schedule, costs, layer.cluster.slowdown).spans
     ops = [(span.start, index, span.op) for index, span in enumerate(spans)]
     for chunk, last in {op.chunk: index for index, op in enumerate(schedule.ops)}.items():
@@ -124,7 +126,9 @@ def least(layer: LayerOnCluster, way: str, build: Builder, edge: bool, costs: Co
 
 
 def of_replicated_tokens(layer: LayerOnCluster) -> dict[str, float]:
-    """By composition its time over that of the fastest candidate; of one that is built, of the fastest other one."""
+    """Returns the time of each composition over that of the fastest candidate; where it is built itself, of the fastest
+    other one.
+    """
     split_before = LayerOnCluster(replace(layer.workload, routes_all=False), layer.cluster)
     rows, hops, hops_split_before = (
         least(layer, ROWS, passes, True), least(layer, HOPS, passes, False), least(split_before, HOPS, passes, True)
@@ -152,8 +156,9 @@ def _chunked_passes(layer: LayerOnCluster, way: str, count: int, chunks: int) ->
 
 
 def of_shared_experts(layer: LayerOnCluster, ffn: int) -> tuple[float, float]:
-    """Their ops at both ends of the experts' where tokens hop, over the same with them before the layer; and with
-    Megatron's overlap, if that hides the first of their matrix products.
+    """Returns the time of a layer whose shared experts run at both ends of the experts' ops, where tokens
+    hop, over the time with them before the layer; and over that with Megatron's overlap, if it hides the
+    first of their matrix products.
     """
     one, costs = layer.workload, costs_of(layer, HOPS)
     size, shared = one.tokens * one.row_bytes, costs_with_experts(replace(one, experts=one.ep, ffn=ffn), layer.cluster)

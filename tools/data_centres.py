@@ -149,11 +149,11 @@ class MigrationSettings:
 
     data_centres: tuple[int, ...]
     outer: tuple[Link, ...]
-    """Between data centres: one line of results each."""
+    """The links between data centres: one line of results each."""
     inner: tuple[tuple[int, Link], ...]
     """Workers and links of each level inside a data centre, the outermost first."""
     tokens: int
-    """Of a GPU."""
+    """Tokens of a GPU."""
     hidden: int
     ffn_hidden: int
     topk: int
@@ -161,31 +161,33 @@ class MigrationSettings:
     gated: bool
     sequence: int
     dense_layers: int
-    """Before each MoE layer."""
+    """Dense layers before each MoE layer."""
     element_bytes: int
-    """Of tokens, weights and gradients that travel."""
+    """Bytes of an element of tokens, weights and gradients that travel."""
     flops: float
-    """A second that a GPU reaches."""
+    """Operations a second that a GPU reaches."""
     compression_ratio: float
-    """Of experts that travel."""
+    """Bytes of experts over bytes that travel of them."""
     gradient_compression_ratio: float
     backward: bool
-    """Whether that pass is counted too."""
+    """Whether the backward pass is counted too."""
     domain: int
-    """The fixed domain size, of data centres."""
+    """The fixed domain size, in data centres."""
     p: float
-    """The fixed proportion, of what leaves a data centre."""
+    """The fixed proportion of what leaves a data centre as tokens."""
 
     def workers(self, data_centres: int) -> tuple[int, ...]:
-        """Of each level."""
+        """Returns the workers of each level."""
         return (data_centres, *(number for number, _ in self.inner))
 
     def links(self, outer: Link) -> tuple[Link, ...]:
-        """Of each level."""
+        """Returns the link of each level."""
         return (outer, *(link for _, link in self.inner))
 
     def layer(self) -> MigrationLayer:
-        """Eqs. 1 and 2, and what travels. A backward pass computes twice as much as its forward pass."""
+        """Returns the layer by eqs. 1 and 2, and what travels. A backward pass computes twice as
+        much as its forward pass.
+        """
         speed = self.flops / 2  # multiply-adds
         attention = attention_seconds(self.tokens, self.hidden, self.sequence, speed)
         dense = ffn_seconds(self.tokens, self.hidden, self.ffn_hidden, self.gated, speed)
@@ -211,19 +213,19 @@ class Scale:
     stock_sent: float
     """Bytes of a GPU between data centres."""
     tokens_only: DomainChoice
-    """Domain size 1 at every level."""
+    """The choice with domain size 1 at every level: only tokens travel."""
     fixed_domain: DomainChoice
     fixed_p: DomainChoice
-    """With the realisable proportion that is nearest to the one asked for."""
+    """The choice with the realisable proportion that is nearest to the one asked for."""
     least: DomainChoice
 
     def speedup(self, choice: DomainChoice) -> float:
-        """Over stock."""
+        """Returns the speed-up of a choice over stock."""
         return self.stock_seconds / choice.seconds
 
 
 def scale(settings: MigrationSettings, layer: MigrationLayer, outer: Link, data_centres: int) -> Scale:
-    """What one row of results is about."""
+    """Returns what one row of results is about."""
     workers, links = settings.workers(data_centres), settings.links(outer)
     choices = predict(layer, workers, link_curves(workers, links))
     nearest = min(abs(one.domains.proportion(0) - settings.p) for one in choices)
@@ -270,11 +272,11 @@ class Traffic:
     tokens: tuple[int, ...]
     stock: tuple[float, ...]
     migration: dict[Link, tuple[float, ...]]
-    """Of the fastest choice."""
+    """The bytes of the fastest choice, by link."""
 
 
 def traffic(settings: MigrationSettings) -> Traffic:
-    """Over a sixteenth to 16 times the tokens of a GPU, with the computation of each."""
+    """Returns the traffic from a sixteenth to 16 times the tokens of a GPU, with the computation of each."""
     number = settings.data_centres[0]
     tokens = sorted({max(settings.tokens * 2**power // 16, 1) for power in range(9)})
     layers = [replace(settings, tokens=count).layer() for count in tokens]

@@ -217,7 +217,7 @@ class Cell:
     losses: tuple[str, ...] = ()
     seconds: float = 0.0
     key: str = ""
-    """Of the command, the checkout and this package, by which a cell is known again."""
+    """A hash of the command, the checkout and this package, by which a cell is known again."""
 
 
 def command_of(feature: Feature, dispatcher: str, checkout: Path, folder: Path) -> list[str]:

@@ -44,7 +44,7 @@ CROSS_SECTION = (
 training, compressed experts, and Megatron's overlap of micro-batches.
 """
 ALL_TESTS = "python -m pytest tests/multirank --gpus -q -rs"
-"""Those too that take longer than a page."""
+"""The command of all tests, which take longer than a page."""
 SMALL = ("--tokens", "256", "--hidden", "256", "--ffn-hidden", "256", "--steps", "1", "--warmup", "0")
 
 
@@ -64,11 +64,13 @@ class Ranks:
     """How commands are started on a GPU each: by torchrun on this node, or by srun on those of a job."""
 
     gpus: int
-    """Of a node."""
+    """GPUs of a node."""
     nodes: int = 1
 
     def __call__(self, *command: str, before: Sequence[str] = ()) -> tuple[str, ...]:
-        """The ranks of `python COMMAND`; `before`: a program that watches each of them, or torchrun."""
+        """Returns the command that starts the ranks of `python COMMAND`; `before`: a program that watches
+        each of them, or torchrun.
+        """
         if self.nodes > 1:
             each = ("srun", f"--ntasks={self.gpus * self.nodes}", f"--ntasks-per-node={self.gpus}")
             return (*each, "--kill-on-bad-exit=1", *before, sys.executable, *command)
@@ -76,7 +78,7 @@ class Ranks:
         return (*before, sys.executable, *torchrun, *command)
 
     def alone(self, *command: str) -> tuple[str, ...]:
-        """One process, which sees all GPUs of a node."""
+        """Returns the command of one process, which sees all GPUs of a node."""
         one = ("srun", "--nodes=1", "--ntasks=1", f"--gpus-per-node={self.gpus}") if self.nodes > 1 else ()
         return (*one, *command)
 
@@ -146,7 +148,7 @@ def run(step: Step, log: Path) -> Result:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends it with what it started: torchrun, asked, ends its ranks, which are not of its process group."""
+    """Ends a process with what it started: torchrun, asked, ends its ranks, which are not of its process group."""
     for ending in (signal.SIGTERM, signal.SIGKILL):
         os.killpg(process.pid, ending)
         try:
@@ -157,7 +159,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def plan(of: Sequence[Step]) -> str:
-    """The steps as they would run."""
+    """Returns the steps as they would run."""
     lines = []
     for step in of:
         variables = "".join(f"{name}={value} " for name, value in step.environment.items())
@@ -167,7 +169,7 @@ def plan(of: Sequence[Step]) -> str:
 
 
 def main() -> int:
-    """As the module says."""
+    """Runs the steps, or prints them, as the module says."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.gpu_node", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Result:
-    """Of a step. `said` is "ok", "FAILED (...)" or "not run: ..."."""
+    """The result of a step. `said` is "ok", "FAILED (...)" or "not run: ..."."""
 
     name: str
     said: str
@@ -32,7 +32,7 @@ def page(
     not_installed: Mapping[str, str],
     all_tests: str,
 ) -> str:
-    """The whole page.
+    """Returns the whole page.
 
     Args:
         facts: heading and text, such as the versions and the topology.
@@ -72,7 +72,7 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _layers(reports: Mapping[int, Any], not_installed: Mapping[str, str]) -> str:
-    """Times with each number of queues side by side, and peak memory."""
+    """Returns a table of times with each number of queues side by side, and of peak memory."""
     ran = {number: report for number, report in reports.items() if report is not None}
     if not ran:
         return ""
@@ -102,7 +102,7 @@ def _layers(reports: Mapping[int, Any], not_installed: Mapping[str, str]) -> str
 
 
 def _moves(clusters: Mapping[int, Any]) -> str:
-    """The largest size that moe-opt profile measured of each move."""
+    """Returns a table of the largest size that moe-opt profile measured of each move."""
     ran = {number: cluster for number, cluster in clusters.items() if cluster is not None}
     headers, cells = ["move", "group"], {}
     for place, (number, cluster) in enumerate(ran.items()):

@@ -20,7 +20,7 @@ PTX_OF = "compute_90"
 
 
 def short_names(mangled: list[str]) -> list[str]:
-    """Kernels as the sources call them, with their template arguments."""
+    """Returns kernels as the sources call them, with their template arguments."""
     found = subprocess.run(["c++filt"], input="\n".join(mangled), check=True, capture_output=True, text=True).stdout
     names = []
     for name in found.splitlines():
@@ -31,7 +31,7 @@ def short_names(mangled: list[str]) -> list[str]:
 
 
 def registers(folder: Path) -> dict[str, dict[str, int]]:
-    """Of each kernel, by its mangled name, on each architecture."""
+    """Returns the registers of each kernel, by its mangled name, on each architecture."""
     found: dict[str, dict[str, int]] = {}
     for report in sorted(folder.glob("*.txt")):
         for kernel, arch, rest in re.findall(
@@ -42,7 +42,7 @@ def registers(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def wide_accesses(folder: Path) -> dict[str, tuple[int, int]]:
-    """Instructions of each kernel that load, and that store, 128 bits of global memory."""
+    """Returns how many instructions of each kernel load, and how many store, 128 bits of global memory."""
     found = {}
     for ptx in folder.glob(f"*.{PTX_OF}.ptx"):
         for kernel, body in re.findall(r"\.entry (\w+)\((.*?)(?=\.entry|\Z)", ptx.read_text(), re.S):

@@ -24,7 +24,7 @@ DISPATCHER = "moe_token_dispatcher_type"
 ASKING = ("getattr", "hasattr", "replace", "seam", "setattr")
 """Functions whose second argument is a name of the first."""
 Name = tuple[str, ...]
-"""A module, and what is asked of it in turn."""
+"""A name that must exist: a module, and what is asked of it in turn."""
 
 
 def names_used(tree: ast.Module) -> set[Name]:
@@ -60,7 +60,7 @@ def names_used(tree: ast.Module) -> set[Name]:
 
 
 def _module(node: ast.expr) -> str | None:
-    """The module of Megatron that an expression imports."""
+    """Returns the module of Megatron that an expression imports; None: none."""
     if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("import_module"):
         return None
     module = node.args[0]
@@ -99,7 +99,7 @@ def _parsed(file: Path) -> ast.Module:
 
 
 def _definitions(body: list[ast.stmt]) -> dict[str, ast.stmt]:
-    """What a module or a class defines, by name, where it stands first; under conditions too."""
+    """Returns what a module or a class defines, by name, where it stands first; under conditions too."""
     found: dict[str, ast.stmt] = {}
     for node in body:
         names: list[str] = []

@@ -29,13 +29,13 @@ from megatron_moe_opt.schedules.schedule import Lane
 def stage_seconds(
     one: Pass, level: str, chunks: int, ep_size: int, etp_size: int, costs: Costs
 ) -> list[tuple[Lane, float]]:
-    """Lane and seconds of each op of one of `chunks` equal chunks (eq. 8 to 10)."""
+    """Returns lane and seconds of each op of one of `chunks` equal chunks (eq. 8 to 10)."""
     schedule = one.schedule(level, even_chunks(one.exchanged, etp_size, chunks)[:1], ep_size, etp_size)
     return [(op.lane, costs(op)) for op in schedule.ops]
 
 
 def pipeline_seconds(stages: Iterable[tuple[Lane, float]], chunks: int) -> float:
-    """Time of equal chunks that go through these stages, where lanes do not disturb each other."""
+    """Returns the time of equal chunks that go through these stages, where lanes do not disturb each other."""
     lanes: dict[Lane, float] = {}
     for lane, seconds in stages:
         lanes[lane] = lanes.get(lane, 0.0) + seconds

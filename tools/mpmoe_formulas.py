@@ -22,36 +22,36 @@ class LayerElements:
     """Elements that one MoE layer keeps on a rank with one expert of two matrices, and with Adam."""
 
     tokens: int
-    """B. With top-k routing without drops, T_DI, T_M and T_DO have k rows a token: the paper has k = 1."""
+    """The tokens B. With top-k routing without drops, T_DI, T_M and T_DO have k rows a token: the paper has k = 1."""
     hidden: int
-    """M"""
+    """The model dimension M."""
     ffn: int
-    """H"""
+    """The middle size H."""
     experts: int = 0
-    """E"""
+    """The number of experts E."""
 
     @property
     def model_states(self) -> int:
-        """M_ms: parameters, gradients and Adam's two moments of gate and expert (eq. 1)."""
+        """Returns M_ms: parameters, gradients and Adam's two moments of gate and expert (eq. 1)."""
         return 4 * (self.experts * self.hidden + 2 * self.hidden * self.ffn)
 
     @property
     def activations(self) -> int:
-        """M_act: T_I, T_DI, T_DO, T_O of [B, M] and T_M of [B, H] (eq. 2)."""
+        """Returns M_act: T_I, T_DI, T_DO, T_O of [B, M] and T_M of [B, H] (eq. 2)."""
         return 4 * self.tokens * self.hidden + self.tokens * self.ffn
 
     @property
     def buffers(self) -> int:
-        """M_buf: gradients of two neighbouring tensors, where nothing is pipelined (eq. 3)."""
+        """Returns M_buf: gradients of two neighbouring tensors, where nothing is pipelined (eq. 3)."""
         return self.tokens * self.hidden + self.tokens * self.ffn
 
     @property
     def pipelined(self) -> int:
-        """M_act^pipe, and M_buf^pipe: the gradients of all partitions are under way as well (eq. 4)."""
+        """Returns M_act^pipe, and M_buf^pipe: the gradients of all partitions are under way as well (eq. 4)."""
         return self.activations
 
     def saving(self, partitions: int) -> float:
-        """Delta M_act, and Delta M_buf: T_DI and T_DO in two partitions' buffers each, T_M in one's (eq. 5).
+        """Returns Delta M_act, and Delta M_buf: T_DI and T_DO in two partitions' buffers each, T_M in one's (eq. 5).
 
         A single partition has nothing to share; the printed formula would be negative.
         """
@@ -59,11 +59,11 @@ class LayerElements:
         return self.tokens * (2 * self.hidden * max(0, n - 2) / n + self.ffn * (n - 1) / n)
 
     def reused(self, partitions: int) -> float:
-        """Activations and temporary buffers together with memory reuse: eq. 4 less eq. 5, twice."""
+        """Returns activations and temporary buffers together with memory reuse: eq. 4 less eq. 5, twice."""
         return 2 * (self.pipelined - self.saving(partitions))
 
     def saving_ratio(self, partitions: int) -> float:
-        """phi: the part of all memory that reuse saves (eq. 6)."""
+        """Returns phi: the part of all memory that reuse saves (eq. 6)."""
         return 2 * self.saving(partitions) / (self.model_states + 2 * self.pipelined)
 
 
@@ -72,7 +72,7 @@ Phase = Mapping[Lane, float]
 
 
 def paradigm_1(partitions: int, send: float, compute: float, receive: float) -> Iterator[Phase]:
-    """S and R in turn on the communication lane, C beside them (Fig. 8a): no reuse, and S4.
+    """Yields the phases of S and R in turn on the communication lane, with C beside them (Fig. 8a): no reuse, and S4.
 
         comm   S0 | S1 | R0 S2 | R1 S3 | R2 | R3
         comp      | C0 | C1    | C2    | C3 |
@@ -87,7 +87,8 @@ def paradigm_1(partitions: int, send: float, compute: float, receive: float) -> 
 def paradigm_2(
     partitions: int, send: float, compute: float, receive: float, offload: float, lane: Lane = Lane.D2H
 ) -> Iterator[Phase]:
-    """As paradigm 1, with copies M to the host that follow S and C (Fig. 8b): forward of S1, S2 and S3.
+    """Yields the phases of paradigm 1 with copies M to the host that follow S and C (Fig. 8b): forward of S1, S2 and
+    S3.
 
         comm   S0 | S1 | R0 S2 | R1 S3 | R2 | R3
         comp      | C0 | C1    | C2    | C3 |
@@ -103,7 +104,8 @@ def paradigm_2(
 def paradigm_3(
     partitions: int, send: float, compute: float, receive: float, prefetch: float, lane: Lane = Lane.H2D
 ) -> Iterator[Phase]:
-    """As paradigm 1, with copies M from the host that C waits for (Fig. 8c): backward of S1, S2 and S3.
+    """Yields the phases of paradigm 1 with copies M from the host that C waits for (Fig. 8c): backward of S1, S2 and
+    S3.
 
         comm   S0 | S1 | R0 S2 | R1 S3 | R2 | R3
         comp      | C0 | C1    | C2    | C3 |
@@ -132,7 +134,7 @@ def paradigm_seconds(phases: Iterator[Phase], slowdown: Slowdown | None = None) 
 
 
 def _phases(partitions: int, send: float, compute: float, receive: float) -> Iterator[Phase]:
-    """P0, P1, n - 2 times P2, P3, P4; of a single partition only S, C and R."""
+    """Yields P0, P1, n - 2 times P2, P3, P4; of a single partition only S, C and R."""
     comm, comp = Lane.INTER, Lane.COMPUTE
     if partitions == 1:
         yield from ({comm: send}, {comp: compute}, {comm: receive})

@@ -28,7 +28,8 @@ class LinkSeconds:
 
     @classmethod
     def of(cls, known: KnownCluster, gpus: int, latencies: bool = True) -> LinkSeconds:
-        """Over bytes, of an all-to-all of so many GPUs on several nodes, or data centres, of a known cluster.
+        """Returns the lines, over bytes, of an all-to-all of so many GPUs on several nodes, or data centres, of a known
+        cluster.
 
         Args:
             latencies: False: alpha is 0.
@@ -44,12 +45,12 @@ class LinkSeconds:
         return cls(*lines)
 
     def __call__(self, volume: Volume) -> tuple[float, float]:
-        """t_inter and t_intra of one all-to-all."""
+        """Returns t_inter and t_intra of one all-to-all."""
         return self.inter.seconds(volume.inter), self.intra.seconds(volume.intra)
 
 
 def placement_seconds(volumes: Iterable[Volume], links: LinkSeconds) -> float:
-    """Seconds of the all-to-alls that a placement decides (eqs. 1 and 5).
+    """Returns the seconds of the all-to-alls that a placement decides (eqs. 1 and 5).
 
     Args:
         volumes: of the combine of this layer, and of the dispatch of the next, where the samples are placed.

@@ -37,32 +37,32 @@ SIZES = tuple(2.0**power for power in range(6, 35))
 ROUNDING = 1e-9
 
 Seconds = Callable[[float], float]
-"""Over bytes, as Op.size counts them."""
+"""Seconds over bytes, as Op.size counts them."""
 
 
 def _of_one_rank(size: float) -> float:
-    """Seconds of a collective in a group of one."""
+    """Returns the seconds of a collective in a group of one: none."""
     return 0.0
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """Those of section IV."""
+    """The collectives of section IV, each as its seconds over bytes."""
 
     gather_esp: Seconds
     scatter_esp: Seconds
     exchange_ep: Seconds
     exchange_joint: Seconds
-    """A2A_EP&ESP."""
+    """The exchange A2A_EP&ESP."""
     gather_mp: Seconds
     overlap: Seconds
-    """Overlap(.), SAA; where N_MP is 1 the exchange alone."""
+    """The overlapped collective Overlap(.), SAA; where N_MP is 1 the exchange alone."""
     n_esp: int
     n_mp: int
 
     @classmethod
     def of(cls, cluster: Cluster, ep_in_a_node: bool = False) -> Collectives:
-        """From the curves of a cluster, measured or described.
+        """Takes the collectives from the curves of a cluster, measured or described.
 
         Args:
             ep_in_a_node: of a described cluster without TP: its expert-TP groups, which lie inside, are taken for EP
@@ -85,7 +85,7 @@ class Collectives:
         return cls(gather, scatter, exchange, joint, gather_mp, overlap, n_esp, cluster.world.tp)
 
     def t_b(self, tokens: float, rows: float) -> float:
-        """Seconds that the baseline communicates (eq. 1).
+        """Returns t_B, the seconds that the baseline communicates (eq. 1).
 
         Args:
             tokens, rows: bytes b and e of a rank.
@@ -95,20 +95,21 @@ class Collectives:
         return self.gather_esp(tokens * self.n_esp) + reduce + 2 * self.exchange_ep(x)
 
     def t_d(self, rows: float) -> float:
-        """S1's and S2's where N_MP is 1 (eq. 2)."""
+        """Returns t_D, the seconds that S1 and S2 communicate where N_MP is 1 (eq. 2)."""
         return 2 * self.exchange_joint(rows * self.n_esp)
 
     def t_d1(self, tokens: float, rows: float) -> float:
-        """S1's (eq. 11)."""
+        """Returns t_D1, the seconds that S1 communicates (eq. 11)."""
         return 2 * self.exchange_joint(rows * self.n_esp / self.n_mp) + self.gather_mp(tokens)
 
     def t_d2(self, rows: float) -> float:
-        """S2's (eq. 7)."""
+        """Returns t_D2, the seconds that S2 communicates (eq. 7)."""
         x = rows * self.n_esp / self.n_mp
         return self.exchange_joint(x) + self.overlap(x)
 
     def sides(self, x: float, factor: float = 1.2) -> dict[str, tuple[float, float]]:
-        """By equation what is to be at most, and of what, with x = e N_ESP bytes. What does not apply is left out.
+        """Returns, by equation, what is to be at most, and of what, with x = e N_ESP bytes. What does not apply is left
+        out.
 
         Args:
             factor: k f = e / b.
@@ -128,7 +129,7 @@ class Collectives:
         }
 
     def fails_below(self, equation: str) -> float:
-        """Bytes x from which on an inequality holds, to a thousandth; 0 where it does at all sizes."""
+        """Returns the bytes x from which on an inequality holds, to a thousandth; 0 where it does at all sizes."""
 
         def fails(x: float) -> bool:
             least, most = self.sides(x)[equation]
@@ -143,7 +144,7 @@ class Collectives:
 
 
 def bandwidth_alone(known: KnownCluster) -> KnownCluster:
-    """The cluster of the paper's proofs: nothing takes latency, and lanes do not disturb each other."""
+    """Returns the cluster of the paper's proofs: nothing takes latency, and lanes do not disturb each other."""
 
     def fabric(one: Fabric | None) -> Fabric | None:
         return one and Fabric(one.bandwidth, ((1, max(part for _, part in one.efficiencies)),), shared=one.shared)
@@ -154,7 +155,9 @@ def bandwidth_alone(known: KnownCluster) -> KnownCluster:
 
 @cache
 def on_known(name: str, n_mp: int, n_esp: int, n_ep: int, alone: bool) -> Collectives:
-    """Of a known cluster, on as many GPUs as EP and ESP have ranks; with bandwidth alone or with its latencies."""
+    """Returns the collectives of a known cluster, on as many GPUs as EP and ESP have ranks; with bandwidth
+    alone or with its latencies.
+    """
     known = bandwidth_alone(KNOWN_CLUSTERS[name]) if alone else KNOWN_CLUSTERS[name]
     return Collectives.of(describe(known, Layout(n_ep * n_esp, tp=n_mp, ep=n_ep, expert_tp=n_esp), 1024, 1024))
 
@@ -167,10 +170,10 @@ LAYOUTS = tuple(
     and not n_ep * n_esp % (n_mp * known.data_centres)
     and known.inside.bandwidth > known.between.bandwidth  # as section IV assumes: HybridEP's PCIe is slower
 )
-"""Of section IV: known cluster, N_MP, N_ESP, N_EP, in one node and over several."""
+"""The layouts of section IV: known cluster, N_MP, N_ESP, N_EP, in one node and over several."""
 
 
 def failing(equation: str, alone: bool = True) -> int:
-    """Layouts in which an inequality of section IV fails at some size."""
+    """Returns how many layouts there are in which an inequality of section IV fails at some size."""
     found = (on_known(*layout, alone) for layout in LAYOUTS)
     return sum(one.fails_below(equation) > 0 for one in found if equation in one.sides(SIZES[0]))

@@ -38,7 +38,7 @@ class Operators(TorchDispatchMode):
 
 
 def cases() -> dict[str, Callable[[], object]]:
-    """What is planned, by name."""
+    """Returns what is planned, by name."""
     generator = torch.Generator().manual_seed(1)
     ranks = NODES * OF_NODE
 
@@ -61,7 +61,7 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def python_calls(plan: Callable[[], object]) -> int:
-    """The calls of Python functions in one call of `plan`, itself among them."""
+    """Returns the number of calls of Python functions in one call of `plan`, itself among them."""
     number = 0
 
     def count(_: Any, event: str, __: Any) -> None:

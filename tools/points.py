@@ -29,7 +29,7 @@ class Links:
     inter: str
     intra: str
     ranks: int
-    """Of a node."""
+    """Ranks of a node."""
     nodes: int = 2
 
 
@@ -39,7 +39,7 @@ class Point(Protocol):
     name: str
     links: Links
     limit: int
-    """Seconds that it may take besides its profile."""
+    """Seconds that the point may take besides its profile."""
 
     def profile_settings(self) -> ProfileSettings:
         """Returns what is profiled for it, which serves all points of the same."""
@@ -60,7 +60,8 @@ def found_at(out: Path, point: Point) -> dict[str, Any] | None:
 
 
 def time_points(points: Sequence[P], out: Path, time_one: Callable[[P, Any, Any], Any]) -> None:
-    """Profiles, and times points of one profile on the ranks of this run. A collective call over the world.
+    """Measures profiles, and times the points of one profile on the ranks of this run. A collective call over the
+    world.
 
     Args:
         time_one: (point, Cluster, device) -> a dataclass of what it found, the same on every rank.

@@ -74,12 +74,14 @@ class Link:
             raise ValueError(f"bandwidth {self.bandwidth} and latency {self.latency} are not those of a link")
 
     def seconds(self, messages: int, size: float) -> float:
-        """Time of so many messages, `size` bytes together."""
+        """Returns the time of so many messages, `size` bytes together."""
         return messages * self.latency + size / self.bandwidth
 
 
 def link_curves(workers: Sequence[int], links: Sequence[Link]) -> dict[tuple[Kind, int, int], CostCurve]:
-    """The curves of every realisable group on given links, one a level: (r - 1) messages, (r - 1) / r of the bytes."""
+    """Returns the curves of every realisable group on given links, one a level: (r - 1) messages,
+    (r - 1) / r of the bytes.
+    """
     curves = {}
     for level, ranks in realisable_groups(workers):
         link = links[level]
@@ -90,7 +92,8 @@ def link_curves(workers: Sequence[int], links: Sequence[Link]) -> dict[tuple[Kin
 
 
 def stock_seconds(layer: MigrationLayer, workers: Sequence[int], links: Sequence[Link]) -> float:
-    """All passes with one flat all-to-all over all GPUs, as stock Megatron's: a row for every expert of a token.
+    """Returns the time of all passes with one flat all-to-all over all GPUs, as stock Megatron's: a row for every
+    expert of a token.
 
     The links of all levels are taken to be busy at once: the slowest decides. Experts stay, and their gradients too.
     """
@@ -107,7 +110,7 @@ def stock_sent(layer: MigrationLayer, workers: Sequence[int], level: int) -> flo
 
 
 def _stock_peers(workers: Sequence[int], level: int) -> int:
-    """GPUs that a GPU reaches over its links of this level, and over those inside it."""
+    """Returns the number of GPUs that a GPU reaches over its links of this level, and over those inside it."""
     return (workers[level] - 1) * prod(workers[level + 1 :])
 
 

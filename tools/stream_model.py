@@ -20,27 +20,31 @@ from dataclasses import dataclass
 
 
 def gemm_seconds(rows: float, inner: float, columns: float, throughput: float) -> float:
-    """Product of [rows, inner] and [inner, columns] at `throughput` multiply-adds a second (eq. 1)."""
+    """Returns the seconds of a product of [rows, inner] and [inner, columns] at `throughput`
+    multiply-adds a second (eq. 1).
+    """
     return rows * inner * columns / throughput
 
 
 def attention_seconds(tokens: float, hidden: float, sequence: float, throughput: float) -> float:
-    """Attention as wide as the hidden size: its four matrices, and two products over the causal half of a sequence."""
+    """Returns the seconds of attention as wide as the hidden size: its four matrices, and two products over the
+    causal half of a sequence.
+    """
     return gemm_seconds(tokens, hidden, 4 * hidden, throughput) + gemm_seconds(tokens, sequence, hidden, throughput)
 
 
 def ffn_seconds(rows: float, hidden: float, ffn: float, gated: bool, throughput: float) -> float:
-    """A feed-forward block, or an expert on all its rows; gated ones have a third matrix."""
+    """Returns the seconds of a feed-forward block, or an expert on all its rows; gated ones have a third matrix."""
     return gemm_seconds(rows, hidden, (3 if gated else 2) * ffn, throughput)
 
 
 def pre_expert_seconds(attention: float, ffn: float, dense_layers: int = 0) -> float:
-    """Lat_PE: the attention of a MoE layer, and `dense_layers` whole layers before it (eq. 2)."""
+    """Returns Lat_PE: the attention of a MoE layer, and `dense_layers` whole layers before it (eq. 2)."""
     return (dense_layers + 1) * attention + dense_layers * ffn
 
 
 def stream_seconds(pre_expert: float, experts: float, migration: float, exchange: float) -> float:
-    """Time of a pass, from the seconds of its parts (eqs. 5 to 8).
+    """Returns the time of a pass, from the seconds of its parts (eqs. 5 to 8).
 
     Args:
         pre_expert: Lat_PE.
@@ -57,7 +61,9 @@ class Optimum:
     """The proportion that takes least among all in [0, 1]."""
 
     case: str
-    """1: experts travel for free, all of them; 2.1: as many as do; 2.2: all, since tokens take longer."""
+    """The case of the paper. 1: experts travel for free, all of them; 2.1: as many as do; 2.2: all,
+    since tokens take longer.
+    """
     p: float
     """The part of the data that travels as tokens."""
     seconds: float
@@ -72,17 +78,17 @@ class Stream:
     """
 
     gpus: int
-    """G."""
+    """The number of GPUs, G."""
     data: float
-    """D: bytes of this GPU's rows for all experts."""
+    """D, the bytes of this GPU's rows for all experts."""
     expert: float
-    """P_E: bytes of this GPU's experts, as they travel."""
+    """P_E, the bytes of this GPU's experts, as they travel."""
     bandwidth: float
-    """B: bytes a second that a GPU sends."""
+    """B, the bytes a second that a GPU sends."""
     pre_expert: float
-    """Lat_PE: seconds."""
+    """Lat_PE, in seconds."""
     experts: float = 0.0
-    """n Lat_Ep: seconds."""
+    """n Lat_Ep, in seconds."""
 
     def __post_init__(self) -> None:
         if self.gpus < 2:
@@ -94,25 +100,25 @@ class Stream:
                 raise ValueError(f"{name} {getattr(self, name)} of a stream is negative or not finite")
 
     def exchange_seconds(self, p: float) -> float:
-        """One all-to-all (eq. 3)."""
+        """Returns the seconds of one all-to-all (eq. 3)."""
         return self.data * (self.gpus - 1) / self.gpus * p / self.bandwidth
 
     def migration_seconds(self, p: float) -> float:
-        """The all-gather (eq. 4)."""
+        """Returns the seconds of the all-gather (eq. 4)."""
         return self.expert * (self.gpus - 1) * (1 - p) / self.bandwidth
 
     def seconds(self, p: float) -> float:
-        """T(p)."""
+        """Returns T(p), the seconds of a pass."""
         return stream_seconds(self.pre_expert, self.experts, self.migration_seconds(p), self.exchange_seconds(p))
 
     @property
     def border(self) -> float:
-        """The least p at which the all-gather hides behind what precedes the experts; 0 if it always does."""
+        """Returns the least p at which the all-gather hides behind what precedes the experts; 0 if it always does."""
         gathered = self.expert * (self.gpus - 1)
         return max(1 - self.bandwidth * self.pre_expert / gathered, 0.0) if gathered else 0.0
 
     def optimum(self) -> Optimum:
-        """Cases 1, 2.1 and 2.2 (eqs. 11 and 12).
+        """Returns the optimum of cases 1, 2.1 and 2.2 (eqs. 11 and 12).
 
         At and above the border fewer tokens are better. Below it they are too, but if 2 D < G P_E. The printed summary
         does not bound its p below by 0.

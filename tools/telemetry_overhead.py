@@ -28,7 +28,7 @@ HOOKS = ("_mark", "_begin_backward", "_end_backward", "_enter", "_leave", "_call
 
 
 def build(dispatcher: str) -> Any:
-    """GPT and optimizer."""
+    """Builds a GPT and its optimizer."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -58,7 +58,7 @@ def build(dispatcher: str) -> Any:
 
 
 def step(model: Any, number: int) -> tuple[float, float]:
-    """Forward and backward of one micro-batch of 4 sequences.
+    """Runs forward and backward of one micro-batch of 4 sequences.
 
     Returns:
         Seconds from a common start to the end of all ranks, and processor seconds of this one.

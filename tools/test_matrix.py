@@ -80,7 +80,7 @@ class Outcome:
     part: str
     passed: bool
     said: str
-    """In words, for the table."""
+    """What was said of it in words, for the table."""
     commit: str
     seconds: float
 

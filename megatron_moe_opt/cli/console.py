@@ -31,7 +31,7 @@ def progress_console() -> Console:
 
 
 LINE_SECONDS = 30.0
-"""Between two lines of progress where there is no terminal."""
+"""The seconds between two lines of progress where there is no terminal."""
 
 
 @contextmanager

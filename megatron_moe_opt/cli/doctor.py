@@ -154,7 +154,7 @@ def _version_of(distribution: str) -> str:
 
 
 def _netbox() -> Iterator[Finding]:
-    """What tools/netbox.py needs: only benchmarks on an imitated cluster ask for it."""
+    """Yields what tools/netbox.py needs: only benchmarks on an imitated cluster ask for it."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     mends = ["apt-get install iproute2"] if missing else []
     if os.geteuid() != 0:

@@ -30,7 +30,7 @@ class Recompute(str, Enum):
 
 
 def finite(option: typer.CallbackParam, value: float | None) -> float | None:
-    """The callback of float options: refuses, with ConfigurationError, nan and inf, which their ranges let pass."""
+    """Refuses, as the callback of float options, nan and inf, which their ranges let pass, with ConfigurationError."""
     if value is not None and not math.isfinite(value):
         raise ConfigurationError(f"{option.opts[0]} {value} is not a finite number: give one")
     return value
@@ -47,7 +47,7 @@ def whole_numbers(option: str, text: str) -> list[int]:
 
 
 def byte_budget(text: str) -> int:
-    """The parser of options that are bytes, written as those of training are: `512MiB`."""
+    """Parses options that are bytes, written as those of training are: `512MiB`."""
     try:
         return byte_count(text)
     except ArgumentTypeError as error:

@@ -30,7 +30,7 @@ def begin() -> int:
 
 
 def adopt_slurm_ranks() -> None:
-    """Where srun itself started the ranks, and no torchrun: names them in torchrun's variables.
+    """Names the ranks in torchrun's variables where srun itself started them, and no torchrun did.
 
     Raises:
         ConfigurationError: nothing says where rank 0 is.

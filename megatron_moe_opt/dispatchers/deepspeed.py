@@ -22,14 +22,14 @@ from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 def _gather(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """All-gather of rows; the gradients of the gathered rows are summed back to their owners."""
+    """Returns the rows of all ranks; the gradients of the gathered rows are summed back to their owners."""
     return linear(
         rows, lambda rows: all_gather_rows(rows, None, group), lambda grad: reduce_scatter_rows(grad, None, group)
     )
 
 
 def _split(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """This rank's share of rows that all ranks hold; their gradients are gathered from all ranks."""
+    """Returns this rank's share of rows that all ranks hold; their gradients are gathered from all ranks."""
     own = group.rank()
     return linear(
         rows, lambda rows: rows.chunk(group.size())[own].clone(), lambda grad: all_gather_rows(grad, None, group)
@@ -37,7 +37,7 @@ def _split(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def _all_reduce(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Sum over the group; every rank continues with the same rows, so each part gets the whole gradient."""
+    """Returns the sum over the group. Every rank continues with the same rows, so each part gets the whole gradient."""
 
     def reduce(rows: torch.Tensor) -> torch.Tensor:
         rows = rows.clone()
@@ -48,12 +48,12 @@ def _all_reduce(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def _scale_gradient(rows: torch.Tensor, factor: float) -> torch.Tensor:
-    """The rows as they are; their gradient times a factor."""
+    """Returns the rows as they are, and multiplies their gradient by a factor."""
     return linear(rows, lambda rows: rows.view_as(rows), lambda grad: grad * factor)
 
 
 class DeepSpeedDispatcher(Dispatcher):
-    """Moves tokens, each expert-TP peer carrying those of all of them.
+    """Moves tokens as DeepSpeed-MoE does: each expert-TP peer carries the tokens of all of them.
 
     To the exchange plan the expert-TP peers are one rank, because they hold the same rows.
     """
@@ -61,7 +61,7 @@ class DeepSpeedDispatcher(Dispatcher):
     def __init__(self, groups: ExpertGroups) -> None:
         self.groups = groups
         self.num_copies = 1
-        """Ranks that hold the same tokens; experts learn from all copies, and so a share from each."""
+        """The number of ranks that hold the same tokens. Experts learn from all copies, and so a share from each."""
 
     def take_copies(self, tp: ProcessGroup, tokens_TH: torch.Tensor) -> bool:
         """Takes tokens that all TP ranks hold, and moves every rank's copy of them."""
@@ -81,7 +81,7 @@ class DeepSpeedDispatcher(Dispatcher):
         capacity: int | None = None,
         num_rows: int | None = None,
     ) -> tuple[torch.Tensor, Dispatched]:
-        """AllGather(expert-TP) of tokens, probabilities and routing, then permutation."""
+        """Gathers tokens, probabilities and routing over expert-TP, then permutes them."""
         ep, etp = self.groups.ep, self.groups.etp
         if self.groups.etp_size > 1:
             tokens_TH, probs_TE = _gather(tokens_TH, etp), _gather(probs_TE, etp)
@@ -102,7 +102,7 @@ class DeepSpeedDispatcher(Dispatcher):
         return tokens_NH, tokens_per_expert, probs_N
 
     def combine(self, rows_NH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """AllReduce(expert-TP) of the partial outputs, then back to the ranks of their tokens."""
+        """Sums the partial outputs over expert-TP (AllReduce), then sends them back to the ranks of their tokens."""
         rows_NH = _scale_gradient(rows_NH, 1 / self.num_copies)
         if self.groups.etp_size > 1:
             rows_NH = _all_reduce(rows_NH, self.groups.etp)

@@ -67,7 +67,7 @@ class Dispatcher(Protocol):
     def dispatch(
         self, packed: torch.Tensor, dispatched: Any, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Rows to the ranks that hold their experts, sorted by local expert.
+        """Sends rows to the ranks that hold their experts, and sorts them there by local expert.
 
         Returns:
             Expert inputs [N, H] in stock Megatron's order, rows per local expert (int64, CPU), probabilities [N].
@@ -75,25 +75,25 @@ class Dispatcher(Protocol):
         return dispatched.dispatch(packed, prob_dtype)
 
     def combine(self, rows_NH: torch.Tensor, dispatched: Any) -> torch.Tensor:
-        """The sums of the expert shards' partial outputs [N, H], back on the ranks of their tokens: what stands for
-        those rows.
+        """Sends the partial outputs [N, H] back to the ranks of their tokens, summed over the shards of an expert, and
+        returns what stands for the returned rows until `unpermute`.
         """
         return dispatched.combine(rows_NH)
 
     def unpermute(self, returned: torch.Tensor, dispatched: Any) -> torch.Tensor:
-        """Sums each token's rows: what stands for them -> [T, H]."""
+        """Sums each token's rows: returns the outputs [T, H], given what stands for the rows."""
         return dispatched.unpermute(returned)
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """The rows of one forward pass that come back to where they came from: what `permute` has noted of them. Its own
-    rows are PermutedRows.
+    """The rows of one forward pass that come back to where they came from: what `permute` has noted of them. Its
+    own rows are PermutedRows.
     """
 
     own: OwnRows
     counts: HostCopy
-    """[ep_size, etp_size, experts] rows of every rank, on its way to the host."""
+    """The rows of every rank for each expert, [ep_size, etp_size, experts], on their way to the host."""
     groups: ExpertGroups
     level: str | None = "O1"
     """The level of MoNTA's pipeline, which decides the way that rows take (ways.way_of)."""
@@ -102,7 +102,7 @@ class Dispatched:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """Who sends what to whom; the first use waits for the counts to reach the host."""
+        """Returns who sends what to whom; the first use waits for the counts to reach the host."""
         # host synchronisation: for the counts, the only one of a forward pass (docs/design.md)
         groups, source, counts = self.groups, self.own.source, self.counts.wait()
         ranks, device = (groups.ep_rank, groups.etp_rank), source.row_map.rows.device
@@ -141,8 +141,8 @@ def counts_beyond(copies: TokenCopies, routing_map_TE: torch.Tensor) -> HostCopy
 def map_rows(
     routing_map_TE: torch.Tensor, groups: ExpertGroups, *, capacity: int | None = None, num_rows: int | None = None
 ) -> tuple[RowMap, HostCopy]:
-    """Which rows this rank's tokens make, and how many every rank has: [ep_size, etp_size, experts], on its way to the
-    host. A collective call over the groups; arguments as of Dispatcher.permute.
+    """Returns which rows this rank's tokens make and, on their way to the host, how many rows every rank has for each
+    expert, [ep_size, etp_size, experts]. A collective call over the groups; arguments as of Dispatcher.permute.
     """
     shape, counts = (groups.ep_size, groups.etp_size, routing_map_TE.size(1)), None
     if capacity is not None:  # every rank has `capacity` rows for every expert: nothing to ask

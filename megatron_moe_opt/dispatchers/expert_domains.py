@@ -30,7 +30,7 @@ class Choosing(Protocol):
     """The domains, where they need not be chosen."""
 
     def choose(self, tokens: int, device: torch.device) -> ExpertDomains:
-        """The domains for all passes of a layer; asked once, at the first, where they are not fixed."""
+        """Returns the domains for all passes of a layer; called once, at the first pass, where they are not fixed."""
 
     def describe(self) -> str:
         """Returns the domains in words, for the line that says at start what runs."""
@@ -61,12 +61,12 @@ def _times(numbers: tuple[int, ...]) -> str:
 
 
 class MeasuredDomains:
-    """The fastest according to a profile, for as many tokens as the first pass has."""
+    """Chooses the domains that are fastest according to a profile, for as many tokens as the first pass has."""
 
     fixed = None
 
     def __init__(self, profile: Path, groups: ExpertGroups, workload: LayerWorkload) -> None:
-        """A collective call over the groups.
+        """Reads the profile on one rank for all. A collective call over the groups.
 
         Args:
             workload: of a layer, of which all but the tokens is known.
@@ -88,7 +88,7 @@ class MeasuredDomains:
             ) from error
 
     def choose(self, tokens: int, device: torch.device) -> ExpertDomains:
-        """By the greatest number of tokens that a rank has. A collective call over the expert-parallel group."""
+        """Chooses for the most tokens that a rank has. A collective call over the expert-parallel group."""
         most = torch.tensor(tokens, device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.ep)
         number = int(most)

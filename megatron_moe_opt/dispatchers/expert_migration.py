@@ -38,13 +38,13 @@ class HoppingTokens:
     dispatcher: ExpertMigrationDispatcher
     rows: HoppingRows
     counts: HostCopy
-    """[ep_size, num_counts, and the news of migrated experts] of every rank, on its way to the host."""
+    """The counts of every rank, [ep_size, num_counts, and the news of migrated experts], on their way to the host."""
     lent: Lent | None
-    """This rank's experts for the others' use; None where none travels."""
+    """This rank's experts as the other ranks use them; None where none travels."""
 
     @cached_property
     def exchange(self) -> Exchange[HopPlan]:
-        """Where tokens go; the first use waits for the counts to reach the host."""
+        """Returns where tokens go; the first use waits for the counts to reach the host."""
         # host synchronisation: for the counts, the only one of a forward pass
         counts = self.counts.wait()[:, : self.rows.counts.numel()]
         (exchange,) = self.dispatcher.hops.exchanges(counts, self.rows)
@@ -73,9 +73,9 @@ class ExpertMigrationDispatcher(Dispatcher):
         self.groups, self.choosing, self.wire = groups, choosing, wire
         self.num_experts, self.topk = num_experts, topk
         self.hops: TokenHops | None = None
-        """None until the domains are chosen: at the first pass, where they are not fixed."""
+        """Where tokens hop; None until the domains are chosen: at the first pass, where they are not fixed."""
         self._migrate: Migrate | None = None
-        """Without it tokens still hop as if experts travelled."""
+        """Has the layer's experts travel, once the domains are chosen; set by take_experts."""
         self.migrated: MigratedExperts | None = None
         """The experts of this layer that travel; None where none does."""
 
@@ -119,7 +119,7 @@ class ExpertMigrationDispatcher(Dispatcher):
     def dispatch(
         self, packed: torch.Tensor, dispatched: HoppingTokens, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens to the ranks that hold their experts, sorted by owner and expert.
+        """Sends tokens to the ranks that hold their experts, and sorts them there by owner and expert.
 
         Returns:
             Expert inputs [R, H], rows per expert held here (int64, CPU), probabilities [R].
@@ -131,9 +131,9 @@ class ExpertMigrationDispatcher(Dispatcher):
         return rows_NH, exchange.plan.tokens_per_expert, probs_N
 
     def combine(self, rows_NH: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
-        """Sums of the expert outputs [R, H] back on the ranks of their tokens."""
+        """Sums the expert outputs [R, H] on their way back to the ranks of their tokens."""
         return to_sources(rows_NH, dispatched.rows.own.wire, dispatched.exchange)
 
     def unpermute(self, returned: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
-        """Nothing remains to be summed: [T, H]."""
+        """Returns the outputs [T, H]: they were summed on their way, so that nothing remains to be added."""
         return dispatched.rows.own.unpermute(returned)

@@ -49,18 +49,18 @@ class Partitioned(Protocol):
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """Who sends what to whom, for each partition; the first use waits for the counts to reach the host."""
+        """Returns who sends what to whom, for each partition; the first use waits for the counts to reach the host."""
 
 
 @dataclass(frozen=True)
 class PartitionedRows:
-    """A row for each expert of a token."""
+    """What is noted of a pass whose partitions go by rows: a token has a row for each of its experts."""
 
     partitions: Partitions
     prob_dtype: torch.dtype
     own: OwnRows
     counts: HostCopy
-    """[ep_size, etp_size, experts] rows of every rank, on its way to the host."""
+    """The rows of every rank for each expert, [ep_size, etp_size, experts], on their way to the host."""
     groups: ExpertGroups
 
     @cached_property
@@ -76,22 +76,22 @@ class PartitionedRows:
 
 @dataclass(frozen=True)
 class PartitionedTokens:
-    """A row for each token."""
+    """What is noted of a pass whose partitions go by hops: a token has one row, which crosses a link once."""
 
     partitions: Partitions
     prob_dtype: torch.dtype
     rows: HoppingRows
     counts: HostCopy
-    """[joint size, partitions * counts of a partition, the news of migrated experts and, where a TP group shares out
-    its tokens, those of each expert] of every rank, on its way to the host.
+    """The counts of every rank, [joint size, partitions * counts of a partition, the news of migrated experts and, where
+    a TP group shares out its tokens, those of each expert], on their way to the host.
     """
     hops: TokenHops
     lent: Lent | None = None
-    """This rank's experts for the others' use; None where none travels."""
+    """This rank's experts as the other ranks use them; None where none travels."""
     copies: TokenCopies | None = None
     """The TP group that shares out its tokens; None: every rank has tokens of its own."""
     beyond: HostCopy | None = None
-    """See counts_beyond."""
+    """What `counts_beyond` returns of this pass."""
 
     @property
     def own(self) -> OwnRows:
@@ -145,7 +145,9 @@ class MpmoeDispatcher(Dispatcher):
         self.migrated: MigratedExperts | None = None
         """The experts of this layer that travel, where tokens hop between their domains; None where none does."""
         self._rows: HostCopy | None = None
-        """Of all ranks in the last pass, on their way to the host."""
+        """The rows that the experts of each rank got in the last pass, on their way to the host: the next one's
+        partitions are chosen by them.
+        """
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
@@ -169,7 +171,9 @@ class MpmoeDispatcher(Dispatcher):
         capacity: int | None = None,
         num_rows: int | None = None,
     ) -> tuple[torch.Tensor, Partitioned]:
-        """Groups this rank's tokens by partition, and by rows by expert, each row with its probabilities behind it."""
+        """Groups this rank's tokens by partition and, where each expert of a token has a row, by expert; each row has
+        its probabilities behind it.
+        """
         groups, copies = self.groups, self._copies
         tp = None if copies is None else copies.group
 
@@ -204,11 +208,13 @@ class MpmoeDispatcher(Dispatcher):
     def dispatch(
         self, packed: torch.Tensor, partitioned: Partitioned, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, None, torch.Tensor]:
-        """Rows as they are, with their probabilities behind them: `through_experts` sends them."""
+        """Returns the rows as they are, with their probabilities behind them: `through_experts` sends them."""
         return packed, None, packed.new_empty(0)
 
     def through_experts(self, packed: torch.Tensor, partitioned: Partitioned, experts: Experts) -> torch.Tensor:
-        """Dispatch, experts and combine: what stands for packed rows -> for their outputs, back at the source."""
+        """Runs dispatch, experts and combine: takes what stands for packed rows, and returns what stands for their
+        outputs, back at the source.
+        """
         return through_experts(
             packed,
             partitioned.own.wire,
@@ -219,9 +225,9 @@ class MpmoeDispatcher(Dispatcher):
         )
 
     def combine(self, returned: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
-        """Rows as they are: they are back already."""
+        """Returns the rows as they are, for they are back already."""
         return returned
 
     def unpermute(self, returned: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
-        """By rows, sums each token's; by hops nothing remains to be summed: [T, H]."""
+        """Returns the outputs [T, H]: the sums of each token's rows; where tokens hop, their only rows."""
         return partitioned.own.unpermute(returned)

@@ -52,10 +52,13 @@ class MovingSamples:
     rows: MovingRows
     decided: Decided
     row_bytes: SampleRowBytes | None
-    """None: the pass does not count, as it is not in training, or repeats another."""
+    """The bytes of its rows, to count traffic by. None: the pass does not count: it trains
+    nothing, or repeats another.
+    """
     beside: torch.Tensor | None
-    """[S, B, H] what moves with samples besides: what shared experts made of this rank's tokens and, where it is
-    apart, the residual."""
+    """What moves with samples besides, [S, B, H]: what shared experts made of this rank's tokens and, where
+    it is apart, the residual.
+    """
 
 
 class NetmoeDispatcher(Dispatcher):
@@ -72,7 +75,7 @@ class NetmoeDispatcher(Dispatcher):
         """
         self.groups, self.pipelining, self.wire, self.apart = groups, pipelining, wire, apart or wire != SAME
         self.hops: TokenHops | None = None
-        """Where tokens that move with their samples hop; None: a row goes to every expert."""
+        """Where tokens that move with their samples hop; None: a token has a row for every expert."""
         self.placement: LayerPlacement | None = None
         """Decides where samples go; None: samples do not move."""
         self._at_home = MontaDispatcher(groups, pipelining, wire)
@@ -134,7 +137,9 @@ class NetmoeDispatcher(Dispatcher):
         capacity: int | None = None,
         num_rows: int | None = None,
     ) -> tuple[torch.Tensor, Dispatched | MovingSamples]:
-        """See Dispatcher; but of the residual handed over, where there is one, and by expert and sample."""
+        """Does what Dispatcher says, but packs the residual that was handed over, where there is one, and groups
+        rows by expert and sample.
+        """
         residual, self._residual = self._residual, None
         if residual is None:
             _check_is_first(self.placement)
@@ -178,8 +183,8 @@ class NetmoeDispatcher(Dispatcher):
     def dispatch(
         self, packed_RP: torch.Tensor, dispatched: Dispatched | MovingSamples, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See Dispatcher; what has the residual in it is normalised here. Inside an expert rows are by source, sample
-        and token.
+        """Does what Dispatcher says, and normalises here what has the residual in it. Rows of an expert are in the
+        order of source, sample and token.
         """
         if isinstance(dispatched, Dispatched):
             return self._at_home.dispatch(packed_RP, dispatched, prob_dtype)
@@ -187,7 +192,7 @@ class NetmoeDispatcher(Dispatcher):
         return rows_NH if self.apart else self._norm(rows_NH), per_expert, probs_N
 
     def combine(self, rows_NH: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
-        """The sums of the outputs of each token's experts and its residual, on the rank where its sample goes.
+        """Returns the sums of the outputs of each token's experts and its residual, on the rank where its sample goes.
 
         Args:
             rows_NH: [N, H], partial where experts are cut over expert-TP.
@@ -215,7 +220,7 @@ class NetmoeDispatcher(Dispatcher):
         return moving.rows.to_new_homes(rows_NH, moving.decided.counts, items, None) + beside
 
     def unpermute(self, returned: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
-        """[S * B, H], of samples that were moved as it is."""
+        """Returns the outputs [S * B, H]; those of samples that were moved are summed already."""
         return super().unpermute(returned, dispatched) if isinstance(dispatched, Dispatched) else returned
 
 

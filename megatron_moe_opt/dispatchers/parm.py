@@ -42,7 +42,7 @@ class ParmDispatcher(Dispatcher):
         self.schedule: ParmSchedule | None = None
         """The schedule, which is chosen at the first pass."""
         self.copies: TokenCopies | None = None
-        """Under S2, the ranks that hold the same tokens. None: every rank has tokens of its own."""
+        """The ranks that hold the same tokens and share them out (S2). None: every rank has tokens of its own."""
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""

@@ -1,4 +1,4 @@
-"""On which of Parm's schedules a layer's tokens go to their experts and back."""
+"""Which of Parm's schedules a layer's tokens take to their experts and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ParmSchedule:
     """The schedule by which a layer's rows travel."""
 
     name: str
-    """S1, S2 or AAS. With sequence parallelism S1, without its split and AllGather."""
+    """The schedule's name: S1, S2 or AAS. With sequence parallelism it is S1, without its split and AllGather."""
     level: str | None = None
     """The level of MoNTA's pipeline; None: the fused all-to-all."""
     chunks: int = 1
@@ -42,7 +42,7 @@ class ScheduleChoice(Protocol):
     """Says how a layer's rows travel. All ranks that share a process group must be told alike."""
 
     def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmSchedule:
-        """The schedule for all passes of a layer; asked once, at the first.
+        """Returns the schedule for all passes of a layer; called once, at the first.
 
         Args:
             tokens: [T, H], of which only shape and dtype are used.
@@ -56,14 +56,14 @@ class ScheduleChoice(Protocol):
 def schedule_of(
     options: Options, groups: ExpertGroups, workload: LayerWorkload, without_s2: str | None = None
 ) -> ScheduleChoice:
-    """What the options ask for: fixed, or chosen from a profile. Arguments as of MeasuredSchedule."""
+    """Returns the choice that the options ask for: fixed, or made by a profile. Arguments as of MeasuredSchedule."""
     if options.schedule_profile is not None:
         return MeasuredSchedule(options, groups, workload, without_s2)
     return FixedSchedule(options.parm_schedule or "S1", groups)
 
 
 class FixedSchedule:
-    """What the user asked for: the fused all-to-all, which no expert parallelism at all leaves out."""
+    """Chooses what the user asked for: the fused all-to-all, unless there is no expert parallelism at all to fuse."""
 
     def __init__(self, schedule: str, groups: ExpertGroups) -> None:
         self.schedule, self.groups = schedule, groups
@@ -81,7 +81,8 @@ class FixedSchedule:
 
 
 class MeasuredSchedule:
-    """The fastest according to a profile, for as many tokens as the first pass has: parm's, or S1 at monta's levels.
+    """Chooses the schedule that is fastest according to a profile, for as many tokens as the first pass has: parm's, or
+    S1 at monta's levels.
 
     The ranks of the layer's groups agree on the largest number that one of them has, and have one of them read the
     profile: they choose alike.
@@ -98,7 +99,7 @@ class MeasuredSchedule:
         agreed_cluster(groups, self.profile, workload)
 
     def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmSchedule:
-        """A collective call over the layer's groups.
+        """Returns the fastest schedule. A collective call over the layer's groups.
 
         Raises:
             ConfigurationError: a profile of groups of other sizes, or one that lacks what TP groups need.

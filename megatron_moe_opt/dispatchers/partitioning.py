@@ -1,4 +1,4 @@
-"""In how many partitions a layer's rows go through its experts, and how partitions share memory."""
+"""The number of partitions in which a layer's rows go through its experts, and how partitions share memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Partitions:
     strategy: str = NONE
     """The strategy by which partitions share memory: a key of schedules.mpmoe.STRATEGIES."""
     way: str = ROWS
-    """How they go to their experts: of the options' ways."""
+    """The way that the partitions take to their experts: one of the options' ways."""
 
     def __str__(self) -> str:
         return f"{self.count} partition{'s' * (self.count > 1)}, memory reuse {self.strategy}{_IN_WORDS[self.way]}"
 
     @classmethod
     def of(cls, options: Options) -> Partitions:
-        """The first that options leave to choose from."""
+        """Returns the first partitioning among those that options leave to choose from."""
         return cls(options.partition_counts[0], options.memory_strategies[0], options.ways[0])
 
 
@@ -44,7 +44,8 @@ class Partitioning(Protocol):
     """Says how the next pass of a layer is cut. All ranks of the layer's joint group must be told alike."""
 
     def choose(self, rows: Callable[[], Sequence[int]]) -> Partitions:
-        """Called by every rank of the joint group at the start of every forward pass.
+        """Returns how the pass that begins is cut. Every rank of the joint group calls it at the start of every forward
+        pass.
 
         Args:
             rows: returns how many rows the experts of each rank of the expert-parallel group got in the last pass (in
@@ -57,7 +58,7 @@ class Partitioning(Protocol):
 
 
 def partitioning_of(options: Options, groups: ExpertGroups, layer: LayerWorkload) -> Partitioning:
-    """What the options ask for: fixed, or chosen.
+    """Returns the partitioning that the options ask for: fixed, or chosen by a profile.
 
     Raises:
         ConfigurationError: a profile that cannot be read, or that was measured with groups of other sizes.
@@ -83,18 +84,20 @@ class FixedPartitioning:
 
 
 class MeasuredPartitioning:
-    """The fastest according to a profile, for the number of rows that the last pass had.
+    """Chooses the partitioning that is fastest according to a profile, for the number of rows that the last pass had.
 
     The ranks of a layer's groups have one of them read the profile, and are told the same number of rows.
     """
 
     def __init__(self, groups: ExpertGroups, options: Options, layer: LayerWorkload) -> None:
-        """A collective call over the joint group. Raises ConfigurationError as agreed_cluster does."""
+        """Reads the profile on one rank for all. A collective call over the joint group; raises
+        ConfigurationError as agreed_cluster does.
+        """
         self.groups, self.options, self.layer = groups, options, layer
         self._cluster = agreed_cluster(groups, options.profile, layer)
 
     def choose(self, rows: Callable[[], Sequence[int]]) -> Partitions:
-        """As Partitioning.choose. Raises ConfigurationError where nothing fits into the budget."""
+        """Chooses as Partitioning.choose says. Raises ConfigurationError where nothing fits into the budget."""
         number = rows_as_even(rows(), self._cluster)
         choice = agreed_choices(self.groups, "mpmoe", self.options, self.layer)[number]
         _, options = split_variant(choice.chosen.variant, None)

@@ -1,4 +1,4 @@
-"""At which level, and in how many chunks, a dispatcher pipelines."""
+"""The level and the number of chunks in which a dispatcher pipelines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Pipelining(Protocol):
 
     @property
     def current(self) -> tuple[str | None, int]:
-        """Level (O1, O2 or O3; None: Parm's one all-to-all, see runtime.ways) and number of chunks."""
+        """Returns the level (O1, O2 or O3; None: Parm's one all-to-all, see runtime.ways) and the number of chunks."""
 
     def observe(self, counts: torch.Tensor) -> None:
         """Learns what is being sent; may change `current` for the next pass.
@@ -39,7 +39,7 @@ class Pipelining(Protocol):
 
 
 def pipelining_of(options: Options, groups: ExpertGroups, layer: LayerWorkload) -> Pipelining:
-    """What the options ask for: fixed, or chosen from a profile.
+    """Returns the pipelining that the options ask for: fixed, or chosen by a profile.
 
     Raises:
         ConfigurationError: a profile that cannot be read, or that was measured with groups of other sizes.
@@ -66,7 +66,8 @@ class FixedPipelining:
 
 
 class MeasuredPipelining:
-    """The fastest according to a profile, for the number of rows that the last pass had (MoNTA, Algorithm 3).
+    """Chooses the pipelining that is fastest according to a profile, for the number of rows that the last pass had
+    (MoNTA, Algorithm 3).
 
     The ranks of a layer's groups have one of them read the profile and know each other's counts, so they choose alike.
     The first pass, before which there are no counts, takes the first level and chunk count there are to choose from.
@@ -101,7 +102,7 @@ class MeasuredPipelining:
 
 
 def agreed_cluster(groups: ExpertGroups, profile: Path, layer: LayerWorkload) -> Cluster:
-    """The profile as the first rank of the joint group reads it. A collective call over that group, once.
+    """Returns the profile as the first rank of the joint group reads it. A collective call over that group, once.
 
     Says where it was measured for another layer than this one, of which all but the tokens is known.
 
@@ -124,6 +125,6 @@ def _read_by_first(groups: ExpertGroups, profile: Path) -> Cluster:
 
 @cached_by_group
 def agreed_choices(groups: ExpertGroups, system: str, options: Options, layer: LayerWorkload) -> ChoiceByRows[Choice]:
-    """One table for all layers of a process that are alike."""
+    """Returns a system's choices by the number of rows: one table for all layers of a process that are alike."""
     cluster = agreed_cluster(groups, options.profile, layer)
     return choices([(system_of(system), options)], layer, cluster, options.activation_budget)

@@ -41,11 +41,11 @@ class Decision:
     """What a layer does with the samples."""
 
     counts: np.ndarray
-    """int64 [joint size, B, columns] of each part of a sample; see SampleCounts."""
+    """The counts of each part of a sample, int64 [joint size, B, columns]; see SampleCounts."""
     before: np.ndarray
-    """int64 [positions] sample at each position, on the way in. A sample is named by its home position."""
+    """The sample at each position on the way in, int64 [positions]."""
     move: np.ndarray
-    """int64 [positions] new position of the sample at each position."""
+    """The new position of the sample at each position, int64 [positions]."""
     seconds: float
     """Seconds that it took to decide."""
 
@@ -69,9 +69,9 @@ class SamplePass:
     """A forward pass through the layers of a pipeline stage."""
 
     def __init__(self, unlike: torch.Tensor | bool | None = None) -> None:
-        """All samples are at home: it begins."""
+        """Begins a pass, in which all samples are at home."""
         self.at: np.ndarray | None = None
-        """int64 [positions] sample at each position; None: all are at home."""
+        """The sample at each position, int64 [positions]; None: all are at home."""
         self.seen: tuple[LayerPlacement, np.ndarray] | None = None
         """The last layer that was passed, and what was known of the samples there, see known_of_samples."""
         self.unlike = unlike
@@ -83,7 +83,7 @@ class SampleOrder:
     """The samples of the forward pass that is under way in the layers of a pipeline stage."""
 
     def __init__(self, stays_home: bool = False) -> None:
-        """No pass is under way.
+        """Begins without a pass under way.
 
         Args:
             stays_home: samples stay at home in a pass where some are masked unlike others; False: it ends the run.
@@ -92,11 +92,11 @@ class SampleOrder:
         self.room = Room()
         self.stays_home = stays_home
         self._is_known = False
-        """Whether `running` is said to be the pass, by who keeps it to repeat it."""
+        """Whether `running` was set by a caller who keeps the pass to repeat it, so that its decisions are known."""
         _orders.add(self)
 
     def begin(self, unlike: torch.Tensor | bool | None = None) -> None:
-        """All samples are at home: a pass begins.
+        """Begins a pass, in which all samples are at home.
 
         Args:
             unlike: a bool, or bool [] on the device: whether this rank's samples are masked in another way than all
@@ -106,7 +106,7 @@ class SampleOrder:
 
     @contextmanager
     def repeating(self, samples: SamplePass) -> Iterator[None]:
-        """Inside the block this pass is under way, again where layers have passed already."""
+        """Has the pass `samples` under way inside the block, for layers that repeat what they did in it."""
         before = self.running, self._is_known
         self.running, self._is_known = samples, True
         try:
@@ -115,7 +115,7 @@ class SampleOrder:
             self.running, self._is_known = before
 
     def decided(self, layer: LayerPlacement) -> Decided | None:
-        """What a layer decided when it passed in the pass that is repeated; None: it passes for the first time."""
+        """Returns what a layer decided when the pass that is repeated went through it; None: this is its first time."""
         return self.running.decided.get(layer) if self._is_known else None
 
 
@@ -123,7 +123,7 @@ _orders: weakref.WeakSet[SampleOrder] = weakref.WeakSet()
 
 
 def in_this_pass(function: Callable[..., Result]) -> Callable[..., Result]:
-    """A function of layers that, whenever it is called, finds the samples of the passes that are under way now."""
+    """Wraps a function so that, whenever it is called, layers find the samples of the passes that are under way now."""
     passes = [(order, order.running) for order in _orders]
     if not passes:
         return function
@@ -147,9 +147,9 @@ class LayerPlacement:
         self.costs = costs
         self.last = last
         self.prediction: NextLayerPrediction | None = None
-        """Of what the next layer asks of devices; from the first pass on."""
+        """The prediction of the rows that the next layer's experts on each device will want; set in the first pass."""
         self._learnt: Pending[None] | None = None
-        """What `prediction` was told last; it must not be asked before that is done."""
+        """The last fit of `prediction`, which must not be asked before that is done."""
 
     def decide(self, counts: SampleCounts, rows_beside: int, learn: bool) -> Decided:
         """Starts to decide, for the pass that is under way.
@@ -193,7 +193,9 @@ class LayerPlacement:
         return decision
 
     def _solve(self, on_device: np.ndarray) -> np.ndarray:
-        """on_device: int64 [positions, J], of combine and dispatch -> new position of the sample at each position."""
+        """Returns the new position of the sample at each position, given what each transfers in combine and the next
+        dispatch: on_device, int64 [positions, J].
+        """
         holders = self.holders
         position_device = np.repeat(holders.holder_device, len(on_device) // len(holders.ranks))
         capacity = np.bincount(position_device, minlength=holders.num_devices)
@@ -208,7 +210,9 @@ def background(function: Callable[..., Result], *arguments: Any) -> Pending[Resu
 
 @cached_until_fork
 def _worker() -> ThreadPoolExecutor:
-    """It waits for counts that the device sends: of the device that is the caller's, not of the node's first."""
+    """Returns the one thread that decides. It waits for counts that the device sends, so it uses the caller's device
+    and not the node's first.
+    """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     return ThreadPoolExecutor(1, "moe-opt-placement", _use_device, (device,))
 
@@ -220,5 +224,7 @@ def _use_device(device: int | None) -> None:
 
 @cached_until_fork
 def _learner() -> ThreadPoolExecutor:
-    """One thread more: a fit takes longer than a decision, and the next layer's need not wait for it."""
+    """Returns a second thread, for fits: they take longer than decisions, and the next
+    layer's need not wait for them.
+    """
     return ThreadPoolExecutor(1, thread_name_prefix="moe-opt-prediction")

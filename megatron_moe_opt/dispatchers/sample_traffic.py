@@ -35,15 +35,15 @@ class SampleTraffic:
 
     passes: int = 0
     stock_inter: int = 0
-    """Bytes between nodes; `intra`: between ranks of a node."""
+    """The bytes that cross nodes; those of `intra` stay between ranks of a node."""
     stock_intra: int = 0
     sent_inter: int = 0
     sent_intra: int = 0
     moved_nodes: float = 0.0
-    """Shares of the samples that changed their node, and their device, summed over passes."""
+    """The shares of the samples that changed their node, and their device, summed over passes."""
     moved_devices: float = 0.0
     solve_seconds: float = 0.0
-    """Of deciding, in the background; `exposed`: that the combine waited for it."""
+    """The seconds of deciding in the background; `exposed_seconds`: those that the combine waited for it."""
     exposed_seconds: float = 0.0
 
     def add(
@@ -87,7 +87,7 @@ class SampleTraffic:
         self.exposed_seconds += exposed
 
     def take(self) -> dict[str, float]:
-        """Means of a pass by name, in MB, % and ms; none without passes. Begins anew."""
+        """Returns the means of a pass by name, in MB, % and ms; empty without passes. Counts from zero again."""
         means = self._means() if self.passes else {}
         for entry in fields(self):
             setattr(self, entry.name, entry.default)

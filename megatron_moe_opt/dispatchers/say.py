@@ -17,28 +17,28 @@ _said: set[tuple[str, Hashable]] = set()
 
 
 def say(dispatcher: str, line: str) -> None:
-    """A line on rank 0; before there are process groups, on every rank that says it."""
+    """Prints a line on rank 0; before there are process groups, on every rank that calls it."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"moe-opt: {dispatcher}: {line}", flush=True)
 
 
 def say_once(dispatcher: str, choice: Hashable, line: Callable[[], str]) -> None:
-    """`line()` on rank 0 when a choice is made for the first time, whichever layer makes it."""
+    """Prints `line()` on rank 0 when a choice is made for the first time, whichever layer makes it."""
     if (dispatcher, choice) not in _said:
         _said.add((dispatcher, choice))
         say(dispatcher, line())
 
 
 def say_other_settings(dispatcher: str, file: object, measured: Mapping[str, object] | None) -> None:
-    """On a GPU, a line on rank 0 where a profile or plan was measured with other settings than this run has."""
+    """Says on rank 0, on a GPU, that a profile or plan was measured with other settings than this run has."""
     line = other_settings(file, measured) if torch.cuda.is_available() else None
     if line is not None:
         say_once(dispatcher, line, lambda: line)
 
 
 def say_other_run(dispatcher: str, file: object, cluster: Cluster, layer: LayerWorkload) -> None:
-    """A line on rank 0 where a profile was measured for another layer than this one, on other ranks or versions, or
-    has warnings: then its times may not hold. And as say_other_settings.
+    """Says on rank 0 that a profile has warnings, or was measured for another layer than this one, on other ranks or
+    versions, so that its times may not hold. Does what say_other_settings does, too.
     """
     say_other_settings(dispatcher, file, cluster.gpu_settings)
     if cluster.warnings:

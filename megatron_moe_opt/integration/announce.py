@@ -16,7 +16,7 @@ from megatron_moe_opt.row_format import SAME
 from megatron_moe_opt.runtime.engine.executor import streams_in_use
 
 _layers: list[tuple[weakref.ref[Any], str, Any, str]] = []
-"""(layer, dispatcher name, dispatcher, what else there is to say) of the layers built since the last line."""
+"""The layers built since the last line: (layer, dispatcher name, dispatcher, what else there is to say) of each."""
 
 
 def announce(layer: Any, name: str, dispatcher: Any, options: Options) -> None:

@@ -20,7 +20,9 @@ from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System
 from megatron_moe_opt.versions import megatron_is_before
 
 GRAPHED = ("attn", "mlp", "moe_router")
-"""Of --cuda-graph-scope, what may be captured: what ends before a dispatcher begins. (None has run on a GPU.)"""
+"""The values of --cuda-graph-scope that may be captured: they end before a dispatcher begins.
+(None has run on a GPU.)
+"""
 _NOT_GRAPHED = {
     "moe": "moe captures messages, which {name} sends on streams of its own",
     "moe_preprocess": "moe_preprocess captures the packing of rows, whose result {name} keeps outside of the graph",
@@ -84,7 +86,7 @@ def check_options_are_read(name: str, options: Options) -> None:
 
 
 def readers(field: str) -> tuple[str, ...]:
-    """The dispatchers that read an option, by the name of its field; none: all of them do."""
+    """Returns the dispatchers that read an option, by the name of its field; empty: all of them do."""
     systems = [system.name for system in SYSTEMS if system.reads_option(field)]
     by_auto = Options.__dataclass_fields__[field].metadata["auto"] == READS
     return (*systems, AUTO) if by_auto else tuple(systems)
@@ -295,7 +297,7 @@ def _check_wire(config: Any, wire: Wire) -> None:
 
 
 def _check_auto(options: Options) -> None:
-    """What there is to plan by, and what cannot change between steps."""
+    """Refuses an `auto` with nothing or too much to plan by, and options that cannot change between steps."""
     if options.profile is not None and options.plan is not None:
         raise ConfigurationError(
             f"{FLAG} {AUTO} plans by {PREFIX}profile {options.profile} or runs what {PREFIX}plan {options.plan} says: "

@@ -21,12 +21,12 @@ _NCCL_EP = ("nccl_ep", "NCCLLibrary", "NCCL-EP")
 
 
 def flex_backends() -> tuple[str, ...]:
-    """The back ends that this version of Megatron-Core has a name for."""
+    """Returns the back ends that this version of Megatron-Core has a name for."""
     return get_args(get_type_hints(TransformerConfig)["moe_flex_dispatcher_backend"])
 
 
 def missing_for_flex(backend: str) -> str | None:
-    """What keeps `flex` with this back end from running here, as the end of a sentence; None: nothing does."""
+    """Returns what keeps `flex` with this back end from running here, as the end of a sentence; None: nothing does."""
     module, name, package = _NEEDS.get(backend, _NCCL_EP)
     if not torch.cuda.is_available():
         return f"{package} runs on GPUs alone, and PyTorch finds none"
@@ -37,7 +37,8 @@ def missing_for_flex(backend: str) -> str | None:
 
 
 def broken_for_flex(backend: str) -> str | None:
-    """How a back end that is installed fails to import, as the end of a sentence; None: it does not, or is not there.
+    """Returns how a back end that is installed fails to import, as the end of a sentence; None: it does not, or is not
+    there.
 
     A library that it was built with is gone, or there in another version: what is raised then is anything.
     """

@@ -62,11 +62,11 @@ FIELD = "moe_token_dispatcher_type"
 _options = Options()
 _refuses_unread = False
 _is_aside = False
-"""The layers that are built are none of the run's."""
+"""Whether the layers that are being built are none of the run's."""
 _is_alone = False
-"""Layers are built without a model around them, whose gradients nobody sums over ranks."""
+"""Whether layers are being built without a model around them, so that nobody sums their gradients over ranks."""
 _compared: dict[tuple[int, ...], Facts] = {}
-"""What ranks of a group were found to agree in."""
+"""The facts in which the ranks of a group were found to agree."""
 
 
 def register(options: Options | None = None, refuse_unread: bool = False) -> None:
@@ -120,13 +120,13 @@ def check_named(arguments: Sequence[str]) -> None:
 
 
 def launcher_options() -> Options | None:
-    """Those that the launcher has taken out of the command line; None where the script was started without it."""
+    """Returns the options that the launcher has taken out of the command line; None: the launcher was not used."""
     return _options if _refuses_unread else None
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Layers that are built inside the block, with options of their own, are none of the run's: nothing is said of
+    """Keeps layers that are built inside the block, with options of their own, apart from the run's: nothing is said of
     them, and Megatron-LM's arguments are not about them.
     """
     global _options, _refuses_unread, _is_aside
@@ -143,7 +143,7 @@ def aside() -> Iterator[None]:
 
 @contextmanager
 def without_model() -> Iterator[None]:
-    """Configurations that are built inside the block are of layers by themselves."""
+    """Takes configurations that are built inside the block for those of layers without a model around them."""
     global _is_alone
     outside, _is_alone = _is_alone, True
     try:

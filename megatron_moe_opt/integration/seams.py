@@ -7,7 +7,7 @@ from megatron_moe_opt.versions import SUPPORTED_MEGATRON
 
 
 def seam_moved(what: str) -> ConfigurationError:
-    """The refusal to run under this Megatron."""
+    """Returns the refusal to run under this Megatron."""
     return ConfigurationError(
         f"cannot plug into this megatron-core: {what}; install a release from {SUPPORTED_MEGATRON}, or use "
         "--moe-token-dispatcher-type alltoall"

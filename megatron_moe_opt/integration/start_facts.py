@@ -17,14 +17,15 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.versions import megatron_version
 
 _SIZES = ("num_moe_experts", "hidden_size", "sequence_parallel", "params_dtype")
-"""Fields of a configuration, besides those of MoE layers, that rows depend on."""
+"""The fields of a configuration, besides those of MoE layers, that rows depend on."""
 _PREFIXES = ("moe_", "recompute_")
-"""Of fields that MoE layers depend on: a pass that is recomputed sends its rows again."""
+"""What the names of fields begin with that MoE layers depend on: a pass that is recomputed sends its rows again."""
 _PLAIN = (bool, int, float, str, torch.dtype)
 
 
 def facts_of(options: Options, arguments: Sequence[str] = ()) -> dict[str, str | None]:
-    """Of our options, the files that they name, and what is installed.
+    """Returns the facts of our options, the files that they name and what is installed, by the names that the user
+    knows.
 
     Args:
         arguments: of the script, among which the dispatcher is.
@@ -41,7 +42,7 @@ def facts_of(options: Options, arguments: Sequence[str] = ()) -> dict[str, str |
 
 
 def named_dispatcher(arguments: Sequence[str]) -> str | None:
-    """The dispatcher that a command line names, the last one of several; None: it names none."""
+    """Returns the dispatcher that a command line names, the last one of several; None: it names none."""
     name = None
     for number, argument in enumerate(arguments):
         flag, is_joined, value = argument.partition("=")
@@ -51,7 +52,7 @@ def named_dispatcher(arguments: Sequence[str]) -> str | None:
 
 
 def facts_of_layer(options: Options, name: str, config: Any) -> dict[str, str | None]:
-    """Those, and what the configuration says of its MoE layers, whose dispatcher has this name."""
+    """Returns the facts of `facts_of`, and the configuration's on its MoE layers, whose dispatcher has this name."""
     values = {name: value for name, value in vars(config).items() if name.startswith(_PREFIXES) or name in _SIZES}
     of_config = {
         f"--{field.replace('_', '-')}": _shown(value)
@@ -70,7 +71,9 @@ def _shown(value: Any) -> str | None:
 
 
 def _content(file: Path) -> str | None:
-    """None where it cannot be read: only the first rank of a group needs to, where one rank reads for all."""
+    """Returns a hash of the file in words; None where it cannot be read: where one rank reads for all, only the first
+    rank of a group needs to.
+    """
     try:
         with open(file, "rb") as stream:
             return f"a file with SHA-256 {hashlib.sha256(stream.read()).hexdigest()[:12]}..."

@@ -12,7 +12,9 @@ from megatron_moe_opt.integration.seams import seam_moved
 
 
 def training_arguments() -> Any:
-    """The arguments that Megatron-LM's training loop has parsed; None where a script does not use it, or not yet."""
+    """Returns the arguments that Megatron-LM's training loop has parsed; None where a script
+    does not use it, or not yet.
+    """
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 

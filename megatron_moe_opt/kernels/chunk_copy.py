@@ -15,7 +15,7 @@ _C = load_extension()
 
 @dataclass(frozen=True)
 class ChunkList:
-    """Chunk c moves row_counts[c] rows from source_rows[c] on to target_rows[c] on; no row is moved twice."""
+    """Chunks to move: c moves row_counts[c] rows from source_rows[c] on to target_rows[c] on; no row is moved twice."""
 
     source_rows: torch.Tensor  # int64 [chunks]
     target_rows: torch.Tensor  # int64 [chunks]
@@ -29,7 +29,7 @@ class ChunkList:
         target_order: Sequence[int] | torch.Tensor,
         device: torch.device | str = "cpu",
     ) -> ChunkList:
-        """The chunks that lie one after another in the source and, in another order, in the target.
+        """Returns the chunks that lie one after another in the source and, in another order, in the target.
 
         Args:
             row_counts: rows of each chunk, in source order. A tensor must be on CPU.
@@ -53,22 +53,22 @@ class ChunkList:
         return cls(*to_device(lists, device).unbind(), int(counts.sum()))
 
     def inverse(self) -> ChunkList:
-        """The list that moves every row back."""
+        """Returns the list that moves every row back."""
         return ChunkList(self.target_rows, self.source_rows, self.row_counts, self.num_rows)
 
     def split(self, num_rows: Sequence[int]) -> list[ChunkList]:
-        """Consecutive parts of equally many chunks, part i moving num_rows[i] rows."""
+        """Returns consecutive parts of equally many chunks, part i moving num_rows[i] rows."""
         lists = (tensor.chunk(len(num_rows)) for tensor in (self.source_rows, self.target_rows, self.row_counts))
         return [ChunkList(*part, rows) for *part, rows in zip(*lists, num_rows, strict=True)]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """The form in which the extension takes a list."""
+        """Returns the list in the form in which the extension takes it."""
         return self.source_rows, self.target_rows, self.row_counts, self.num_rows
 
 
 def copy_chunks(rows: torch.Tensor, chunks: ChunkList) -> torch.Tensor:
-    """The rows in target order; not differentiable.
+    """Returns the rows in target order; not differentiable.
 
     Args:
         rows: [R, W] of any dtype, contiguous; R must be chunks.num_rows.

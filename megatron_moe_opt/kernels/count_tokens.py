@@ -16,7 +16,7 @@ _C = load_extension()
 
 
 def count_topk(experts: torch.Tensor, num_experts: int, num_samples: int, *, batch_first: bool = False) -> torch.Tensor:
-    """num[i, e] from the experts of each token.
+    """Counts num[i, e], the tokens of sample i for expert e, from the experts of each token.
 
     Args:
         experts: int64 [I * L, K], contiguous; on CPU or CUDA.
@@ -37,7 +37,7 @@ def count_topk(experts: torch.Tensor, num_experts: int, num_samples: int, *, bat
 
 
 def count_routing_map(routing_map: torch.Tensor, num_samples: int, *, batch_first: bool = False) -> torch.Tensor:
-    """num[i, e] from a routing map.
+    """Counts num[i, e], the tokens of sample i for expert e, from a routing map.
 
     Args:
         routing_map: bool [I * L, E], contiguous; on CPU or CUDA.

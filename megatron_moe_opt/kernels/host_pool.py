@@ -12,8 +12,8 @@ _C = load_extension()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
-    """An uninitialised contiguous tensor: on CPU from the pool that all our kernels' outputs come from, on other
-    devices from PyTorch's caching allocator. Its memory returns to the pool when the tensor dies, on any thread.
+    """Returns an uninitialised contiguous tensor: on CPU from the pool that all our kernels' outputs come from, on
+    other devices from PyTorch's caching allocator. Its memory returns to the pool when the tensor dies, on any thread.
 
     Raises:
         ValueError: a negative size, or more elements than any machine holds.

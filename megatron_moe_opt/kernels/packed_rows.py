@@ -56,8 +56,8 @@ def write_notes(packed: torch.Tensor, notes: torch.Tensor) -> None:
 
 
 def unpermute_probs(packed: torch.Tensor, row_map: RowMap, dtype: torch.dtype) -> torch.Tensor:
-    """The bits in the lanes of packed rows [R, W] of any format, as probabilities [T, E] of `dtype`; zero where nothing
-    was routed. Not differentiable.
+    """Returns the bits in the lanes of packed rows [R, W] of any format, as probabilities [T, E] of `dtype`; zero where
+    nothing was routed. Not differentiable.
     """
     return _C.unpermute_probs(row_map.tensors, packed, packed.size(1) - LANE_BYTES // packed.element_size(), dtype)
 
@@ -97,5 +97,5 @@ def sum_packed_rows(
 
 
 def spread_rows(tokens: torch.Tensor, row_map: RowMap) -> torch.Tensor:
-    """Copies each token to all of its rows: [T, H] -> [R, H]. Not differentiable."""
+    """Copies each token [T, H] to all of its rows [R, H]. Not differentiable."""
     return _C.permute_rows(row_map.tensors, tokens, None)[0]

@@ -45,14 +45,14 @@ class _UnpermuteRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, permuted: torch.Tensor, row_map: RowMap) -> torch.Tensor:
-        """permuted [R, H] -> tokens [T, H]."""
+        """Sums permuted rows [R, H] to tokens [T, H]."""
         ctx.row_map = row_map
         return _C.unpermute_rows(row_map.tensors, permuted, permuted.size(1), None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """grad_tokens [T, H] -> grad_permuted [R, H]."""
+        """Copies gradients of tokens [T, H] to those of permuted rows [R, H]."""
         grad_permuted, _ = _C.permute_rows(ctx.row_map.tensors, grad_tokens.contiguous(), None)
         return grad_permuted, None
 

@@ -76,7 +76,7 @@ def place_samples(num: Array, expert_device: Array, device_node: Array, capacity
 def transfer_costs(
     num: torch.Tensor, expert_device: torch.Tensor, device_node: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a sample on each node and device would transfer (eq. 8).
+    """Returns what a sample would transfer if it were on each node and on each device (eq. 8).
 
     Args:
         num: [I, E], tokens that sample i exchanges with expert e. expert_device: int64 [E]. device_node: int64 [J].
@@ -117,7 +117,9 @@ def _indices(values: Array, name: str) -> torch.Tensor:
 
 
 def _contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Usually as it is: these calls are a good part of a small placement's time."""
+    """Returns the tensor in this dtype and contiguous, usually itself: these calls take a good
+    part of a placement's time.
+    """
     return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 

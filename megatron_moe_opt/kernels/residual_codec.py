@@ -26,7 +26,7 @@ BLOCK_ELEMENTS = 65536
 
 
 def sr_index_words(numel: int, k: int) -> int:
-    """Length of `indices` for k entries of an expert of `numel` elements."""
+    """Returns the length of `indices` for k entries of an expert of `numel` elements."""
     return 2 * -(-numel // BLOCK_ELEMENTS) + k
 
 
@@ -36,7 +36,7 @@ def sr_wire_bytes(numel: int, k: int, dtype: torch.dtype) -> int:
 
 
 def sr_encode(expert: torch.Tensor, shared: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k residuals expert - shared of largest magnitude: exact, and the same bits on any number of threads.
+    """Returns the k residuals expert - shared of largest magnitude: exact, and the same bits on any number of threads.
 
     Residuals are taken in float32, compared, and rounded once to the dtype. NaN (every NaN alike) ranks above infinity,
     so that neither is lost; among equal magnitudes the lowest index is kept. Where `expert` or `shared` is not finite,
@@ -61,7 +61,8 @@ def sr_encode(expert: torch.Tensor, shared: torch.Tensor, k: int) -> tuple[torch
 def sr_decode(
     values: torch.Tensor, indices: torch.Tensor, shared: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The expert as far as it was kept: shared + residual where there is an entry, shared elsewhere, in one pass.
+    """Returns the expert as far as it was kept: shared + residual where there is an entry, shared elsewhere, in one
+    pass.
 
     The sum is taken in float32 and rounded once; where it is not finite, the entry stands for a whole element
     (docs/residual-codec.md). Not differentiable.

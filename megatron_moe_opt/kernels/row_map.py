@@ -36,12 +36,12 @@ class RowMap:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
-        """The form in which the extension takes a map."""
+        """Returns the map in the form in which the extension takes it."""
         return self.offsets, self.rows, self.experts, self.num_experts
 
     def cut(self, num_chunks: int) -> RowMap:
-        """The same rows in chunk order: each expert's rows are cut into `num_chunks` parts, and chunk c is part c of
-        all experts, in expert order. The parts are as equal as whole rows allow, see `cut_counts`.
+        """Returns the same rows in chunk order: each expert's rows are cut into `num_chunks` parts, and chunk c is part
+        c of all experts, in expert order. The parts are as equal as whole rows allow, see `cut_counts`.
 
         Raises:
             ValueError: a map that is cut already, or that knows no experts; no chunks.
@@ -64,7 +64,8 @@ class RowMap:
 
 
 def cut_counts(counts: torch.Tensor, num_chunks: int) -> torch.Tensor:
-    """Sizes of the parts of `counts` rows: part c of n rows is [n * c / num_chunks, n * (c + 1) / num_chunks).
+    """Returns the sizes of the parts of `counts` rows: part c of n rows is [n * c / num_chunks, n * (c + 1) /
+    num_chunks).
 
     Args:
         counts: int64 [...].
@@ -77,7 +78,7 @@ def cut_counts(counts: torch.Tensor, num_chunks: int) -> torch.Tensor:
 
 
 def build_row_map(routing_map: torch.Tensor, capacity: int | None = None, num_out_tokens: int | None = None) -> RowMap:
-    """The row map of a routing map.
+    """Builds the row map of a routing map.
 
     Args:
         routing_map: [T, E]; bool, or any dtype in which nonzero means routed. Need not be contiguous.
@@ -105,7 +106,7 @@ def build_row_map(routing_map: torch.Tensor, capacity: int | None = None, num_ou
 
 
 def build_row_map_by_sample(routing_map: torch.Tensor, num_samples: int, num_out_tokens: int | None = None) -> RowMap:
-    """As `build_row_map`, but the rows of an expert are grouped by sample first, then in token order.
+    """Does what `build_row_map` does, but groups the rows of an expert by sample first, then in token order.
 
     Args:
         routing_map: [T, E]; token s of sample b is row s * num_samples + b, as in Megatron-Core.
@@ -138,7 +139,7 @@ def build_row_map_by_sample(routing_map: torch.Tensor, num_samples: int, num_out
 
 
 def row_map_from_sources(sources: torch.Tensor, num_tokens: int, num_experts: int | None = None) -> RowMap:
-    """The row map of rows whose tokens are known.
+    """Builds the row map of rows whose tokens are known.
 
     Args:
         sources: int64 [R], contiguous: the token of each permuted row.

@@ -18,7 +18,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A small tensor of the host on the device, without stopping the caller.
+    """Returns a small tensor of the host on the device, without stopping the caller.
 
     From pinned memory: a copy from any other begins when all that is queued on the stream is through.
     """
@@ -27,8 +27,8 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def used_here(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, whose memory stays as it is until what the current stream does with it from here on is through, where
-    another stream has made it.
+    """Returns the tensor, and keeps its memory as it is until what the current stream does with it from here on is
+    through, where another stream has made it.
     """
     if has_streams(tensor.device):
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -36,7 +36,7 @@ def used_here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nobody else has, for as long as the process lives; see csrc/pipeline/cuda_streams.h."""
+    """Returns a stream that nobody else has, for as long as the process lives; see csrc/pipeline/cuda_streams.h."""
     if device.type != "cuda":  # a device in software
         return torch.cuda.Stream(device)
     with torch.cuda.device(device):

@@ -47,7 +47,7 @@ def widen_rows(wire_rows: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> 
 
 
 def gather_rows(wire_rows: torch.Tensor, wire: WireFormat, sources: torch.Tensor, out: torch.Tensor) -> None:
-    """As `widen_rows`, out[r] from wire_rows[sources[r]]; sources: int64 [R], inside the rows."""
+    """Does what `widen_rows` does, but out[r] is of wire_rows[sources[r]]; sources: int64 [R], inside the rows."""
     if wire.dtype_of(out.dtype) == out.dtype:
         torch.index_select(wire_rows[:, : out.size(1)], 0, sources, out=out)
     else:

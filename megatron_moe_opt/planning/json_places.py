@@ -79,7 +79,7 @@ class JsonPlace:
         raise ConfigurationError(f"{self.file}, line {_line(self.text, self.keys)}{name and f', {name}'}: {problem}")
 
     def fields(self, *names: str, optional: Sequence[str] = ()) -> dict[str, JsonPlace]:
-        """The fields of an object that has exactly these, and maybe the optional ones: null where they are missing."""
+        """Returns the fields of an object that has exactly these, and maybe the optional ones: null where missing."""
         found = self.object()
         for name in names:
             if name not in found:
@@ -95,7 +95,7 @@ class JsonPlace:
         return {key: self._inside(key, value) for key, value in self.value.items()}
 
     def by_number(self) -> dict[int, JsonPlace]:
-        """The fields of an object whose names are the numbers of layers."""
+        """Returns the fields of an object whose names are the numbers of layers."""
         found = self.object()
         for name, place in found.items():
             if not re.fullmatch(r"[1-9][0-9]{0,8}", name):
@@ -103,20 +103,20 @@ class JsonPlace:
         return {int(name): place for name, place in found.items()}
 
     def items(self, length: int | None = None) -> list[JsonPlace]:
-        """The elements of a list, of any length or of the one given."""
+        """Returns the elements of a list, of any length or of the one given."""
         if not isinstance(self.value, list) or length not in (None, len(self.value)):
             self.refuse(f"{_shown(self.value)} is not a list" + (f" of {length}" if length is not None else ""))
         return [self._inside(index, value) for index, value in enumerate(self.value)]
 
     def word(self, *choices: str) -> str:
-        """A string; one of `choices` if there are any."""
+        """Returns a string; one of `choices` if there are any."""
         if not isinstance(self.value, str) or (choices and self.value not in choices):
             wanted = f"one of {', '.join(choices)}" if choices else "a string"
             self.refuse(f"{_shown(self.value)} is not {wanted}")
         return self.value
 
     def count(self, least: int = 0) -> int:
-        """An integer of at most 64 bits."""
+        """Returns an integer of at most 64 bits."""
         if not isinstance(self.value, int) or isinstance(self.value, bool) or self.value < least:
             self.refuse(f"{_shown(self.value)} is not an integer of at least {least}")
         if self.value >= 2**63:
@@ -159,7 +159,9 @@ def _cut(text: str) -> str:
 
 
 def _not_ours(content: object) -> str | None:
-    """What no file of ours has, wherever it stands: the refusal of one of its values could not say it."""
+    """Returns in words what no file of ours has, wherever it stands, which a value's refusal
+    could not say; None: nothing.
+    """
     inside = [(content, 1)]
     while inside:
         value, depth = inside.pop()
@@ -179,12 +181,12 @@ def _not_ours(content: object) -> str | None:
 
 
 def _line(text: str, keys: Keys) -> int:
-    """The line on which the value at `keys` begins, in a text that is known to be JSON."""
+    """Returns the line on which the value at `keys` begins, in a text that is known to be JSON."""
     return next(line for place, line in _values(text) if place == keys)
 
 
 def _values(text: str) -> Iterator[tuple[Keys, int]]:
-    """Path and line of every value, in the order of the text."""
+    """Yields path and line of every value, in the order of the text."""
     keys: list[str | int] = []
     line, scanned, after_colon = 1, 0, False
     for token in _TOKEN.finditer(text):

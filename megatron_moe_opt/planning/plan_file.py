@@ -19,7 +19,7 @@ FORMAT = "megatron-moe-opt plan"
 VERSION = 1
 
 OF_MODEL = ("--hidden-size", "--moe-ffn-hidden-size", "--moe-router-topk")
-"""Facts of another model, whose plan this is, where they differ; of all others predictions may not hold."""
+"""The facts by which a plan is of another model where they differ; where others differ, predictions may not hold."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Plan:
     ep: int
     etp: int
     experts: int
-    """Of a layer. The plan is for such layers only."""
+    """The experts of a layer. The plan is for such layers only."""
     gpu_settings: Facts | None = None
     """The settings of the GPU with which the cluster was measured (Cluster)."""
     made_for: Facts = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Plan:
 
 
 def facts_of_plan(*, hidden: int, ffn: int, topk: int, dtype: str, ranks: int, version: str) -> Facts:
-    """What Plan.made_for says of a model and a run, for the one who makes a plan and the one who runs it.
+    """Returns what Plan.made_for says of a model and a run, for the one who makes a plan and the one who runs it.
 
     Args:
         ffn: the hidden size of a whole expert.
@@ -158,7 +158,7 @@ def facts_of_plan(*, hidden: int, ffn: int, topk: int, dtype: str, ranks: int, v
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """`1 to 4` of 1, 2, 3, 4; `2, 4` of 2, 4."""
+    """Returns numbers in words: `1 to 4` for 1, 2, 3, 4; `2, 4` for 2, 4."""
     ordered = sorted(numbers)
     dense = len(ordered) > 2 and ordered[-1] - ordered[0] + 1 == len(ordered)
     return f"{ordered[0]} to {ordered[-1]}" if dense else ", ".join(map(str, ordered)) or "none"

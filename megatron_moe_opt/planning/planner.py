@@ -24,7 +24,7 @@ from megatron_moe_opt.systems.system import System
 from megatron_moe_opt.variants import kind_of
 
 WINS_BY = 0.03
-"""What takes less than stock by a smaller part of stock's time cannot be told from it: stock is taken."""
+"""The part of stock's time by which a candidate must be faster: less cannot be told from it, and stock is taken."""
 
 
 def candidates(
@@ -35,7 +35,7 @@ def candidates(
     below: float = math.inf,
     has_room: Callable[[int], bool] | None = None,
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
-    """Every candidate that the cluster's measurements cover, the fastest first, and what is left out.
+    """Returns every candidate that the cluster's measurements cover, the fastest first, and what is left out.
 
     The same inputs give the same answer on every rank.
 
@@ -78,7 +78,7 @@ def candidates(
 
 
 def _narrowed(system: System, layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
-    """The candidates of a system whose rows are narrower on the wire, under names that say so."""
+    """Yields the candidates of a system whose rows are narrower on the wire, under names that say so."""
     for one in system.candidates(layer, system.open_options):
         if not isinstance(one, Refusal):  # what is refused is so whatever the wire
             yield replace(one, variant=f"{one.variant}:{layer.workload.wire.word}")
@@ -87,8 +87,8 @@ def _narrowed(system: System, layer: LayerOnCluster) -> Iterator[Prediction | Re
 def stock_without_waiting(
     workload: LayerWorkload, cluster: Cluster, budget: int | None = None
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
-    """As `candidates`, of stock alone: as if all that it communicates were hidden, and no candidate takes less; and as
-    it is.
+    """Returns what `candidates` returns, but for stock alone: once as if all that it communicates were hidden, which no
+    candidate is faster than, and once as it is.
 
     Raises ConfigurationError where stock does not train.
     """
@@ -99,7 +99,7 @@ def stock_without_waiting(
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:
-    """The fastest; stock, where it is among them and nothing is faster by WINS_BY of its time."""
+    """Returns the fastest; stock, where it is among them and nothing is faster by WINS_BY of its time."""
     fastest = min(predictions, key=lambda one: one.seconds)
     stock = next((one for one in predictions if one.variant == ALLTOALL), None)
     if stock is not None and fastest.seconds > stock.seconds * (1 - WINS_BY):

@@ -23,18 +23,18 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline, Schedule
 
 
 def hop_out(size: HopBytes, way: HopStages) -> Schedule:
-    """Rows to the domains of each level, and a row for each expert held there: rows -> sorted."""
+    """Returns the schedule of rows to the domains of each level, and to each expert held there: rows -> sorted."""
     return outline("hop out", way).sized([size])
 
 
 def hop_back(size: HopBytes, way: HopStages) -> Schedule:
-    """Sums of the rows of experts back from the domains of each level, and their sums: sorted -> rows."""
+    """Returns the schedule of sums of the experts' rows back from the domains of each level: sorted -> rows."""
     return outline("hop back", way).sized([size])
 
 
 @cache
 def outline(direction: str, way: HopStages) -> Outline:
-    """What `hop_out` or `hop_back` does, whatever moves."""
+    """Returns what `hop_out` or `hop_back` does, whatever moves."""
     is_out = direction == "hop out"
     levels = ", ".join(map(str, way.hops if is_out else reversed(way.hops)))
     source, stages = ("rows", way.out()) if is_out else ("sorted", way.back())
@@ -42,7 +42,8 @@ def outline(direction: str, way: HopStages) -> Outline:
 
 
 def gathered(sizes: Mapping[int, int], is_coded: bool = False) -> Schedule:
-    """Experts to all ranks of a domain. Buffers: experts [-> message] -> held.LEVEL -> held.NEXT ...
+    """Returns the schedule that gathers experts at all ranks of a domain. Buffers: experts [-> message] -> held.LEVEL
+    -> held.NEXT ...
 
     Args:
         sizes: bytes that a rank holds after each level's gather, its own included, in their order.
@@ -88,7 +89,7 @@ _RENEWED = one_by_one(
 
 
 def decoded(size: int) -> Schedule:
-    """Messages of all ranks of a domain to experts. Buffers: messages -> decoded
+    """Returns the schedule that decodes messages of all ranks of a domain to experts. Buffers: messages -> decoded
 
     Args:
         size: bytes of the experts.
@@ -97,7 +98,8 @@ def decoded(size: int) -> Schedule:
 
 
 def restored(size: int) -> Schedule:
-    """Decoded experts that were kept on the host to the device. Buffers: host_decoded -> decoded
+    """Returns the schedule that copies decoded experts, which were kept on the host, to the device. Buffers:
+    host_decoded -> decoded
 
     Args:
         size: bytes of the experts.
@@ -106,7 +108,8 @@ def restored(size: int) -> Schedule:
 
 
 def deferred(size: int) -> Schedule:
-    """Gradients to those that wait for the last pass of a step. Buffers: gradients -> deferred
+    """Returns the schedule that adds gradients to those that wait for the last pass of a step. Buffers: gradients ->
+    deferred
 
     Args:
         size: bytes of the gradients.
@@ -115,8 +118,8 @@ def deferred(size: int) -> Schedule:
 
 
 def returned(sizes: Mapping[int, int], is_coded: bool = False, deferred: int = 0) -> Schedule:
-    """Gradients to the owners of experts. Buffers: gradients [-> whole] [-> messages.LEVEL] -> parts.LEVEL ->
-    sums.LEVEL ...
+    """Returns the schedule that brings gradients back to the owners of experts. Buffers: gradients [-> whole] [->
+    messages.LEVEL] -> parts.LEVEL -> sums.LEVEL ...
 
     Args:
         sizes: bytes of what a rank has for the ranks of each level, itself included, in the levels' order.
@@ -144,7 +147,7 @@ def _returned(levels: tuple[int, ...], is_coded: bool, adds_deferred: bool) -> O
 
 
 def renewed(size: int) -> Schedule:
-    """The mean of all experts to all ranks. Buffers: shares -> parts -> mean -> shares
+    """Returns the schedule that gives all ranks the mean of all experts. Buffers: shares -> parts -> mean -> shares
 
     Args:
         size: its bytes.

@@ -25,12 +25,12 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure
 
 
 def role(level: int) -> str:
-    """What the process group of a level is called."""
+    """Returns what the process group of a level is called."""
     return f"tokens.{level}"
 
 
 def level_of(group: str) -> int:
-    """The level of the process group of a role."""
+    """Returns the level of the process group of a role."""
     return int(group.rpartition(".")[2])
 
 
@@ -39,11 +39,11 @@ class HopBytes:
     """Bytes of what hops together, on this rank."""
 
     sent: Mapping[int, int]
-    """For each level at which tokens hop, outermost first: of the copies that it makes, its own domain's included."""
+    """Bytes of the copies made at each level at which tokens hop, its own domain's included; outermost first."""
     computed: int = 0
     """Bytes of the rows of the experts held here."""
     gathered: int = 0
-    """Of what has arrived at all ranks of expert-TP: each token once."""
+    """Bytes of what has arrived at all ranks of expert-TP: each token once."""
     returned: int = 0
     """Bytes of the tokens that this rank gets back."""
 
@@ -75,14 +75,14 @@ class HopRows:
         return self.own * self.tp_rank
 
     def bytes(self, row_bytes: int) -> HopBytes:
-        """What moves of rows of so many bytes."""
+        """Returns what moves of rows of so many bytes."""
         sent = {level: rows * row_bytes for level, rows in self.sent.items()}
         return HopBytes(sent, self.gathered * row_bytes, self.arrived * row_bytes, self.returned * row_bytes)
 
 
 @dataclass(frozen=True)
 class HopStages:
-    """Over the groups of each level in turn. Buffers, L a level:
+    """The stages of rows that hop over the groups of each level in turn. Buffers, L a level:
 
     out     rows -> copies_L -> arrived_L -> copies_NEXT -> ... [ -> gathered ] -> sorted
     back    sorted -> unsorted [ -> parts -> summed ] -> returned_L -> summed_L -> ... [ -> own ] -> rows
@@ -93,8 +93,9 @@ class HopStages:
     hops: tuple[int, ...]
     """The levels at which tokens hop, outermost first."""
     is_piped: bool = False
-    """Copies and sums are made beside experts of other rows: at both ends in the lane of copies, between two levels in
-    the lane of the inner one, which they keep in order. Else in the lane of the experts."""
+    """Whether copies and sums are made beside experts of other rows: at both ends in the lane of copies, between two
+    levels in the lane of the inner one, which they keep in order. Else they are in the lane of the experts.
+    """
     etp_size: int = 1
     tp_size: int = 1
     """Number of ranks that get back each other's tokens, which all of them hold."""
@@ -115,7 +116,7 @@ class HopStages:
         return [*stages, Stage(Kind.PERMUTE, self._end, _COMPUTED, "sorted")]
 
     def back(self) -> list[Stage]:
-        """To the sources; the first stage sums over the experts held here."""
+        """Returns the stages back to the sources; the first one sums over the experts held here."""
         lane = Lane.INTRA if self.is_piped else Lane.COMPUTE
         stages = [Stage(Kind.PERMUTE, lane, _COMPUTED, "unsorted")]
         if self.etp_size > 1:
@@ -138,7 +139,7 @@ class HopStages:
         return self._lane(level) if self.is_piped and level != self.hops[0] else self._end
 
     def _lane(self, level: int) -> Lane:
-        """The innermost of several levels is inside a node."""
+        """Returns the lane of a level's links: the innermost of several levels is inside a node."""
         return Lane.INTRA if self.levels > 1 and level == self.levels - 1 else Lane.INTER
 
 

@@ -27,22 +27,22 @@ SECONDS = {
     Kind.COMPUTE: 2.0,
     Kind.GRADIENT: 4.0,
 }
-"""What ops of a kind take, against a collective's 1: the first guess."""
+"""The time that ops of a kind take, against a collective's 1: the first guess."""
 _INSIDE_NODES, _COPIES, _EXPERTS, _HOST_COPIES = (0.25, 1.0), (0.02, 0.3), (0.25, 5.0), (0.25, 2.0)
-"""Of the other guesses: what may be little or much of the time of a collective between nodes."""
+"""The times, against those of a collective between nodes, that the other guesses have: little and much of each."""
 _FIRST_COUNTS = 1.2
 """How much worse the other guesses may come out than the first."""
 _SQUARINGS = 5
-"""By its 32nd power the worst guess outweighs the others."""
+"""The number of times that weights are squared: by its 32nd power the worst guess outweighs the others."""
 
 _Shape = tuple[Lane, Kind, tuple[int, ...]]
 """What decides the order of an op: its lane, its kind and what it waits for."""
 _Times = npt.NDArray[np.float64]
-"""What each op takes by each guess, [ops, guesses]."""
+"""The time that each op takes by each guess, [ops, guesses]."""
 
 
 def issue_order(ops: Sequence[Op]) -> tuple[int, ...]:
-    """Indexes of ops in an order that holds up few of them on one queue; those of a lane keep theirs.
+    """Returns indexes of ops in an order that holds up few of them on one queue; those of a lane keep theirs.
 
     Args:
         ops: each after those it waits for.
@@ -52,8 +52,8 @@ def issue_order(ops: Sequence[Op]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def _order(ops: tuple[_Shape, ...]) -> tuple[int, ...]:
-    """One after another the one after which the whole would end soonest, by the guess that it suits
-    least above all.
+    """Returns the order that takes, one after another, the op after which the whole would end soonest, by the guess
+    that it suits least above all.
 
     Nothing begins before what was issued before it. So once an op is issued, the next ops of all lanes begin no sooner
     than it does, and the whole ends no sooner than what comes after each of them takes. What is computed is rounded
@@ -98,7 +98,7 @@ def _order(ops: tuple[_Shape, ...]) -> tuple[int, ...]:
 
 @lru_cache
 def _guesses(lane: Lane, kind: Kind) -> tuple[float, ...]:
-    """What an op takes by each guess, in units of a collective between nodes."""
+    """Returns the time that an op takes by each guess, in units of a collective between nodes."""
     guesses = [SECONDS.get(kind, 1.0)]
     for inside, copy, experts, host in product(_INSIDE_NODES, _COPIES, _EXPERTS, _HOST_COPIES):
         of_kind = dict.fromkeys((Kind.PERMUTE, Kind.COPY, Kind.SUM, Kind.ACTIVATE), copy)
@@ -108,8 +108,8 @@ def _guesses(lane: Lane, kind: Kind) -> tuple[float, ...]:
 
 
 def _on_many_queues(ops: Sequence[_Shape], seconds: _Times) -> tuple[_Times, _Times]:
-    """When each op starts where nothing holds it up but its lane and what it waits for; and from then on the time to
-    the end of the last op that comes after it.
+    """Returns when each op starts where nothing holds it up but its lane and what it waits for; and from then on the
+    time to the end of the last op that comes after it.
     """
     starts, left = np.zeros_like(seconds), seconds.copy()
     last: dict[Lane, int] = {}

@@ -25,12 +25,14 @@ LEVELS = ("O1", "O2", "O3")
 EP = "ep"
 EXPERT_TP = "expert-tp"
 EXCHANGED, GATHERED = attrgetter("exchanged"), attrgetter("gathered")
-"""Measures of ChunkBytes."""
+"""Functions that return one of the sizes in ChunkBytes."""
 
 
 @dataclass(frozen=True)
 class AllToAllAndGather:
-    """Over the EP group, then over the expert-TP group. Of one rank they need no collective and have no stage."""
+    """The stages of rows that go over the EP group, then over the expert-TP group. A group of one rank needs no
+    collective and has no stage.
+    """
 
     ep_size: int
     etp_size: int
@@ -40,11 +42,11 @@ class AllToAllAndGather:
     """The lane in which rows are sorted by source again."""
 
     lies_in: ClassVar[Mapping[str, str]] = MappingProxyType({"arrived": "gathered"})
-    """An all-to-all may arrive in its own part of what the all-gather writes."""
+    """Where a buffer lies: an all-to-all may arrive in its own part of what the all-gather writes."""
 
     @property
     def ahead(self) -> int:
-        """Two where rows go over both groups: see schedules/mpmoe.py."""
+        """Returns how many parts of rows are ahead: two where rows go over both groups, see schedules/mpmoe.py."""
         return 2 if self.ep_size > 1 and self.etp_size > 1 else 1
 
     def out(self) -> list[Stage]:
@@ -68,18 +70,22 @@ class AllToAllAndGather:
 
 
 def dispatch(level: str, chunks: Sequence[ChunkBytes], ep_size: int, etp_size: int) -> Schedule:
-    """Rows to their experts. Buffers of chunk j: rows.j -> arrived.j -> gathered.j -> sorted.j."""
+    """Returns the schedule of rows to their experts. Buffers of chunk j: rows.j -> arrived.j
+    -> gathered.j -> sorted.j.
+    """
     return outline("dispatch", level, len(chunks), ep_size, etp_size).sized(chunks)
 
 
 def combine(level: str, chunks: Sequence[ChunkBytes], ep_size: int, etp_size: int) -> Schedule:
-    """Rows back to their source. Buffers of chunk j: sorted.j -> unsorted.j -> parts.j -> summed.j -> rows.j."""
+    """Returns the schedule that sends rows back to their source. Buffers of chunk j: sorted.j -> unsorted.j ->
+    parts.j -> summed.j -> rows.j.
+    """
     return outline("combine", level, len(chunks), ep_size, etp_size).sized(chunks)
 
 
 @cache
 def outline(direction: str, level: str, num_chunks: int, ep_size: int, etp_size: int) -> Outline:
-    """What `dispatch` or `combine` does, whatever moves."""
+    """Returns what `dispatch` or `combine` does, whatever moves."""
     copies = Lane.COPY if level == "O3" else Lane.INTRA
     way = AllToAllAndGather(ep_size, etp_size, copies, copies)
     source, stages = ("rows", way.out()) if direction == "dispatch" else ("sorted", way.back())
@@ -87,6 +93,6 @@ def outline(direction: str, level: str, num_chunks: int, ep_size: int, etp_size:
 
 
 def even_chunks(exchanged: int, etp_size: int, num_chunks: int) -> list[ChunkBytes]:
-    """Chunks of equal size (up to a whole byte) where every expert-TP peer holds as much as this rank."""
+    """Returns chunks of equal size (up to a whole byte) where every expert-TP peer holds as much as this rank."""
     size = -(-exchanged // num_chunks)
     return [ChunkBytes(size, size * etp_size)] * num_chunks

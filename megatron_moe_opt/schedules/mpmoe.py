@@ -74,7 +74,7 @@ class Strategy:
 
     @property
     def middle_buffers(self) -> int:
-        """The partitions whose T_M is on the device at once, where they share memory.
+        """Returns the number of partitions whose T_M is on the device at once, where they share memory.
 
         Two where it is offloaded: the paper allocates one (section III-C, eq. 5), but has its copy beside the next
         partition's experts (Fig. 8b and c), which fill another one.
@@ -83,7 +83,7 @@ class Strategy:
 
 
 PARTITIONS = (1, 2, 3, 4, 5, 6, 7, 8)
-"""To choose from: the paper's 2 to 8, and not to cut at all."""
+"""The numbers of partitions to choose from: the paper's 2 to 8, and not to cut at all."""
 NONE = "none"
 STRATEGIES = {
     NONE: Strategy(Restore.KEEP, Restore.KEEP),
@@ -114,7 +114,7 @@ class Partition(Protocol):
         """Number of its rows that the experts here get."""
 
     def bytes(self, row_bytes: int) -> Any:
-        """What moves of rows of so many bytes."""
+        """Returns what moves of rows of so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class PartitionRows:
         return 0
 
     def bytes(self, row_bytes: int) -> ChunkBytes:
-        """What moves of rows of so many bytes."""
+        """Returns what moves of rows of so many bytes."""
         return ChunkBytes(self.own * row_bytes, self.gathered * row_bytes)
 
 
@@ -162,15 +162,15 @@ class RowBytes:
     token: int
     """Bytes of a token as the experts have it."""
     middle: int = 0
-    """Of what experts save for backward (T_M), the part that is offloaded."""
+    """Bytes of the part that is offloaded of what experts save for backward (T_M)."""
     returned: int | None = None
-    """With the gradient of its probability, on the way back; None: as much as `packed`."""
+    """Bytes of a token's gradient with that of its probability, on the way back; None: as much as `packed`."""
     outputs: int | None = None
-    """Of an output on the way back; None: as much as `token`."""
+    """Bytes of an output on the way back; None: as much as `token`."""
     output_gradients: int | None = None
-    """Of the gradient of an output, on the way to the experts; None: as much as `token`."""
+    """Bytes of the gradient of an output, on the way to the experts; None: as much as `token`."""
     activations: int = 0
-    """Of what experts save besides `middle` and is computed again from it, where that was offloaded."""
+    """Bytes of what experts save besides `middle` and is computed again from it, where that was offloaded."""
 
     def of(self, move: Move) -> int:
         """Returns the bytes of a row on the way of this move."""
@@ -192,7 +192,7 @@ class Moved:
 
 
 def forward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: Stages) -> Schedule:
-    """Rows through the experts and back: rows.j -> combined.j.
+    """Returns the schedule of rows through the experts and back: rows.j -> combined.j.
 
     Besides, `tokens.j` and `middle.j` stay behind without reuse, and what is offloaded ends in `host_tokens.j` and
     `host_middle.j`. The size of a compute op is that of its inputs, T_DI.
@@ -201,7 +201,8 @@ def forward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: 
 
 
 def backward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: Stages) -> Schedule:
-    """Gradients of the rows' outputs to the experts, and of their inputs back: grad_combined.j -> grad_rows.j.
+    """Returns the schedule of gradients of the rows' outputs to the experts, and of those of their inputs back:
+    grad_combined.j -> grad_rows.j.
 
     Rows that were kept to be communicated again have been read by then: grad_rows.j may be in their memory. A gradient
     op, like the compute op that it mirrors, has the size of T_DI. Partitions are in the same order as in the forward
@@ -224,7 +225,7 @@ def _activations(moved: Moved) -> int:
 
 @cache
 def forward_outline(strategy: str, count: int, way: Stages) -> Outline:
-    """What `forward` does with so many partitions, whatever moves."""
+    """Returns what `forward` does with so many partitions, whatever moves."""
     how = STRATEGIES[strategy]
     pipeline = _Partitions(how, count, way, [f"rows.{j}" for j in range(count)])
 
@@ -247,7 +248,7 @@ def forward_outline(strategy: str, count: int, way: Stages) -> Outline:
 
 @cache
 def backward_outline(strategy: str, count: int, way: Stages) -> Outline:
-    """What `backward` does with so many partitions, whatever moves."""
+    """Returns what `backward` does with so many partitions, whatever moves."""
     how = STRATEGIES[strategy]
     inputs = [f"grad_combined.{j}" for j in range(count)]
     for name, restore in (("tokens", how.inputs), ("middle", how.middle)):
@@ -291,9 +292,9 @@ class Move:
     source: str
     is_out: bool
     sorted: str = ""
-    """What rows are called that are sorted by expert."""
+    """The name of rows that are sorted by expert."""
     prefix: str = ""
-    """What the names of all other buffers begin with."""
+    """The prefix of the names of all other buffers."""
 
     def names(self, stages: Sequence[Stage], lies_in: Mapping[str, str]) -> dict[str, str]:
         """Returns what the buffers of a way's stages are called here.
@@ -372,7 +373,9 @@ class _Partitions(Pipeline):
         self._share(last)
 
     def send(self, j: int, move: Move) -> None:
-        """A partition's rows to their experts, over the first links. Without a group of several ranks they stay."""
+        """Sends a partition's rows over the first links to their experts. Without a group of
+        several ranks they stay.
+        """
         *moves, _ = stages = self._stages(move)
         names = move.names(stages, self._way.lies_in)
         first = next((number + 1 for number, stage in enumerate(moves) if stage.group is not None), 0)
@@ -380,7 +383,7 @@ class _Partitions(Pipeline):
         self._on_the_way[j, move] = arrived, moves[first:]
 
     def _pass_on(self, j: int) -> None:
-        """What was sent of a partition over all other links."""
+        """Sends on, over all other links, what was sent of a partition."""
         for (number, move), (arrived, moves) in self._on_the_way.items():
             if number == j and moves:
                 names = move.names(moves, self._way.lies_in)
@@ -393,7 +396,9 @@ class _Partitions(Pipeline):
         self.through(j, arrived, [sort], move.names(stages, self._way.lies_in))
 
     def back(self, j: int, move: Move, target: str) -> None:
-        """To their sources: move.source -> target. What is done there comes after what other partitions need first."""
+        """Sends a partition's rows back to their sources: move.source -> target. What is done there comes after what
+        other partitions need first.
+        """
         stages = self._stages(move)
         own = own_buffer(move.prefix + "own", j)  # in the memory of the target, of which every partition has its own
         names = {**move.names(stages, self._way.lies_in), "own": own, stages[-1].writes: target}
@@ -414,7 +419,7 @@ class _Partitions(Pipeline):
             self.through(j, back, at_source, names)
 
     def _stages(self, move: Move) -> list[Stage]:
-        """Those of the way in the direction of a move, which measure rows of a partition as it has them."""
+        """Returns the stages of the way in a move's direction, which measure rows of a partition as it has them."""
 
         def measured(stage: Stage) -> Measure:
             return lambda moved: stage.size(moved.rows.bytes(moved.row.of(move)))

@@ -21,18 +21,18 @@ from megatron_moe_opt.schedules.schedule import Outline, Schedule
 
 
 def dispatch(chunks: Sequence[HopBytes], levels: int, etp_size: int = 1) -> Schedule:
-    """Tokens to the experts: rows.j -> sorted.j; `levels` of the network."""
+    """Returns the schedule that sends tokens to the experts: rows.j -> sorted.j. `levels`: of the network."""
     return outline("dispatch", len(chunks), levels, tuple(chunks[0].sent), etp_size).sized(chunks)
 
 
 def combine(chunks: Sequence[HopBytes], levels: int, etp_size: int = 1) -> Schedule:
-    """Sums to the tokens: sorted.j -> rows.j; `levels` of the network."""
+    """Returns the schedule that sends sums to the tokens: sorted.j -> rows.j. `levels`: of the network."""
     return outline("combine", len(chunks), levels, tuple(chunks[0].sent), etp_size).sized(chunks)
 
 
 @cache
 def outline(direction: str, num_chunks: int, levels: int, hops: tuple[int, ...], etp_size: int) -> Outline:
-    """What `dispatch` or `combine` does, whatever moves; `hops` are the levels at which tokens hop."""
+    """Returns what `dispatch` or `combine` does, whatever moves; `hops` are the levels at which tokens hop."""
     stages = HopStages(levels, hops, num_chunks > 1, etp_size)
     name = f"netmoe hops {direction}, {num_chunks} chunk(s)"
     if direction == "dispatch":

@@ -47,14 +47,14 @@ class JointAllToAll:
     """The parts of rows that are on their way before the experts have had one (pipeline.Stages)."""
 
     def out(self) -> list[Stage]:
-        """To all shards of the experts; the last stage sorts by expert."""
+        """Returns the stages to all shards of the experts; the last one sorts by expert."""
         return [
             Stage(Kind.ALL_TO_ALL, Lane.INTER, self._of_all_shards, "gathered", JOINT),
             Stage(Kind.COPY, Lane.COPY, GATHERED, "sorted"),
         ]
 
     def back(self) -> list[Stage]:
-        """To the sources, and the sum of what the shards made; the first stage sorts by source."""
+        """Returns the stages back to the sources, with the sum of the shards' parts; the first one sorts by source."""
         return [
             Stage(Kind.COPY, self.unsort, GATHERED, "unsorted"),
             Stage(Kind.ALL_TO_ALL, Lane.INTER, self._of_all_shards, "parts", JOINT),
@@ -66,25 +66,27 @@ class JointAllToAll:
 
 
 def dispatch(chunks: Sequence[ChunkBytes], etp_size: int) -> Schedule:
-    """Rows to their experts. Buffers of chunk j: rows.j -> gathered.j -> sorted.j."""
+    """Returns the schedule of rows to their experts. Buffers of chunk j: rows.j -> gathered.j -> sorted.j."""
     return outline("dispatch", len(chunks), etp_size).sized(chunks)
 
 
 def combine(chunks: Sequence[ChunkBytes], etp_size: int) -> Schedule:
-    """Rows back to their source. Buffers of chunk j: sorted.j -> unsorted.j -> parts.j -> rows.j."""
+    """Returns the schedule of rows back to their source. Buffers of chunk j: sorted.j ->
+    unsorted.j -> parts.j -> rows.j.
+    """
     return outline("combine", len(chunks), etp_size).sized(chunks)
 
 
 @cache
 def outline(direction: str, num_chunks: int, etp_size: int) -> Outline:
-    """What `dispatch` or `combine` does, whatever moves."""
+    """Returns what `dispatch` or `combine` does, whatever moves."""
     way = JointAllToAll(etp_size)
     source, stages = ("rows", way.out()) if direction == "dispatch" else ("sorted", way.back())
     return chunk_by_chunk(f"parm {direction}, {num_chunks} chunk(s)", source, stages, num_chunks)
 
 
 def combine_and_gather(gathered: int, phases: Sequence[ChunkBytes], etp_size: int) -> Schedule:
-    """Rows back to all ranks of the TP group of their source.
+    """Returns the schedule that sends rows back to all ranks of the TP group of their source.
 
     Buffers: sorted -> unsorted -> parts.p -> summed.p -> rows.p.
 
@@ -100,17 +102,17 @@ class PhaseBytes:
     """Bytes that move in one phase on this rank."""
 
     experts: int
-    """Of the rows of this rank's experts, of all phases."""
+    """Bytes of the rows of this rank's experts, of all phases."""
     on_link: int
-    """What an all-to-all of this size, own rows included, takes on its link."""
+    """Size of an all-to-all, own rows included, that takes as long on its link as this phase's does."""
     own: int
-    """Of this rank's own rows, from all shards."""
+    """Bytes of this rank's own rows, from all shards."""
     gathered: int
-    """Of the rows of all TP ranks."""
+    """Bytes of the rows of all TP ranks."""
 
 
 def sizes_of_phases(experts: int, phases: Sequence[ChunkBytes], etp_size: int) -> list[PhaseBytes]:
-    """What moves in `combine_and_gather`.
+    """Returns what moves in `combine_and_gather`.
 
     Args:
         experts: bytes of the rows of this rank's experts.
@@ -128,7 +130,7 @@ def sizes_of_phases(experts: int, phases: Sequence[ChunkBytes], etp_size: int) -
 
 @cache
 def outline_and_gather(num_phases: int, etp_size: int) -> Outline:
-    """What `combine_and_gather` does, whatever moves."""
+    """Returns what `combine_and_gather` does, whatever moves."""
     experts, on_link, own = attrgetter("experts"), attrgetter("on_link"), attrgetter("own")
     whole = ("sorted", "unsorted")  # of all phases
     pipeline = Pipeline(("sorted",), lambda name, phase: name if name in whole else own_buffer(name, phase))

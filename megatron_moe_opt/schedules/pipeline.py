@@ -43,11 +43,11 @@ class Stages(Protocol):
 
     @property
     def lies_in(self) -> Mapping[str, str]:
-        """The buffers that may be in the memory of another one."""
+        """Returns the buffers that may be in the memory of another one, by name."""
 
     @property
     def ahead(self) -> int:
-        """In a pipeline with the experts, the parts of rows that are on their way before the experts have had one."""
+        """Returns how many parts of rows are on their way before the experts have had one, if both are one pipeline."""
 
     def out(self) -> list[Stage]:
         """Returns the stages to the experts, the last of which sorts by expert and writes `sorted`."""
@@ -57,13 +57,13 @@ class Stages(Protocol):
 
 
 def own_buffer(name: str, chunk: int) -> str:
-    """The name of a buffer that each chunk has for itself."""
+    """Returns the name of a buffer that each chunk has for itself."""
     return f"{name}.{chunk}"
 
 
 @cache
 def base_name(buffer: str) -> str:
-    """The NAME of a buffer NAME.SLOT, or NAME."""
+    """Returns the NAME of a buffer NAME.SLOT, or NAME."""
     return buffer.partition(".")[0]
 
 
@@ -135,7 +135,7 @@ class Pipeline:
         return source
 
     def outline(self, name: str) -> Outline:
-        """What was added, in the order in which to issue it."""
+        """Returns what was added, in the order in which to issue it."""
         order = issue_order(self._ops)
         place = {old: new for new, old in enumerate(order)}
         ops = [replace(op, waits_for=tuple(place[other] for other in op.waits_for)) for op in self._ops]
@@ -144,7 +144,7 @@ class Pipeline:
 
 
 def chunk_by_chunk(name: str, source: str, stages: Sequence[Stage], num_chunks: int, ahead: int = 0) -> Outline:
-    """Every chunk through these stages, with buffers of its own, from `source` on.
+    """Returns an outline of every chunk through these stages, with buffers of its own, from `source` on.
 
     Args:
         ahead: the stages that all chunks go through before any goes on.
@@ -157,7 +157,7 @@ def chunk_by_chunk(name: str, source: str, stages: Sequence[Stage], num_chunks: 
 
 
 def one_by_one(name: str, source: str, stages: Sequence[Stage]) -> Outline:
-    """All rows through these stages, from `source` on."""
+    """Returns an outline of all rows through these stages, from `source` on."""
     pipeline = Pipeline((source,), lambda buffer, _: buffer)
     pipeline.through(0, source, stages)
     return pipeline.outline(name)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class _OneOfEach(Enum):
-    """Members are hashed as the objects that they are: a planner looks them up by the million."""
+    """An enumeration whose members are hashed as the objects that they are: a planner looks them up by the million."""
 
     __hash__ = object.__hash__
 
@@ -53,7 +53,7 @@ class Kind(_OneOfEach):
 
 COLLECTIVES = frozenset({Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.SEND_RECEIVE})
 CODEC = frozenset({Kind.ENCODE, Kind.DECODE, Kind.ENCODE_GRADIENT, Kind.DECODE_GRADIENT})
-"""Of experts, and of their gradients, that travel compressed."""
+"""The kinds of ops that encode and decode experts, and their gradients, which travel compressed."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,16 @@ class Op:
     lane: Lane
     chunk: int = 0
     size: int = 0
-    """Bytes, on this rank: of the rows sent (all_to_all), of the gathered rows (all_gather, and reduce_scatter, which
-    is its mirror), of the rows moved (copies). Own rows count; what crosses a link is the cost curve's affair."""
+    """The bytes on this rank: of the rows sent (all_to_all), of the gathered rows (all_gather, and reduce_scatter,
+    which is its mirror), of the rows moved (copies). Own rows count; what crosses a link is the cost curve's affair.
+    """
     waits_for: tuple[int, ...] = ()
     """The ops that it waits for, as indexes in Schedule.ops."""
     reads: tuple[str, ...] = ()
     """Names of the buffers that it reads."""
     writes: tuple[str, ...] = ()
     group: str | None = None
-    """Of a collective: the process group's role, such as "ep" or "expert-tp"."""
+    """The role of a collective's process group, such as "ep" or "expert-tp"; None: the op is no collective."""
 
     def __str__(self) -> str:
         return f"{self.kind.value} of chunk {self.chunk}"
@@ -109,9 +110,9 @@ class Outline:
     """
 
     schedule: Schedule
-    """Its ops are of size 0."""
+    """The schedule, with ops of size 0."""
     measures: tuple[Measure, ...]
-    """Of each op."""
+    """The measure that gives the size of each op."""
 
     def moving(self, chunks: Callable[[], Sequence[Any]]) -> MovingSchedule:
         """Returns it with what moves in one pass: what `sized` takes, which nobody works out before it is asked for."""
@@ -131,10 +132,10 @@ class MovingSchedule(NamedTuple):
     """A schedule to run once."""
 
     schedule: Schedule
-    """The same in every pass, without sizes."""
+    """The schedule, which is the same in every pass, without sizes."""
     sized: Callable[[], Schedule]
     """Returns it with the sizes of this pass."""
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run, or would give other results than its ops one after another."""
+    """Raised for a schedule that cannot run, or would give other results than its ops one after another."""

@@ -41,7 +41,7 @@ class Timeline:
 
     @classmethod
     def of_times(cls, schedule: Schedule, times: Iterable[tuple[float, float]], began: float = 0.0) -> Timeline:
-        """Of (start, end) of each op, in seconds since the schedule began."""
+        """Returns the timeline of a schedule whose ops had these (start, end), in seconds since it began."""
         return cls(schedule, tuple(Span(op, *time) for op, time in zip(schedule.ops, times, strict=True)), began=began)
 
     @classmethod
@@ -58,11 +58,11 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the start of the schedule to the end of its last op; 0 for a schedule without ops."""
+        """Returns the seconds from the schedule's start to the end of its last op; 0 for a schedule without ops."""
         return max((span.end for span in self.spans), default=0.0)
 
     def lane(self, lane: Lane) -> tuple[Span, ...]:
-        """The spans of one lane, in order."""
+        """Returns the spans of one lane, in order."""
         return tuple(span for span in self.spans if span.op.lane is lane)
 
     def titled(self, name: str) -> str:
@@ -70,7 +70,7 @@ class Timeline:
         return name if name == self.schedule.name else f"{name}: {self.schedule.name}"
 
     def busy(self, lane: Lane) -> float:
-        """Seconds that ops of a lane take; a collective's wait for its peers counts."""
+        """Returns the seconds that ops of a lane take; a collective's wait for its peers counts."""
         return sum(span.end - span.start for span in self.lane(lane))
 
     @property
@@ -80,24 +80,24 @@ class Timeline:
 
     @property
     def hidden(self) -> float:
-        """Seconds saved, against all ops one after another. Below 0 where no lane is busy for a while."""
+        """Returns the seconds saved, against all ops one after another. Below 0 where no lane is busy for a while."""
         return sum(self.busy(lane) for lane in self.schedule.lanes) - self.seconds
 
     @property
     def exposed(self) -> float:
-        """Seconds in which at least one collective runs and nothing is computed: the layer waits for communication."""
+        """Returns the seconds in which a collective runs and nothing is computed: the layer waits for communication."""
         computing = _covered(span for span in self.spans if span.op.kind in _COMPUTING)
         return _covered(span for span in self.spans if span.op.kind in COLLECTIVES | _COMPUTING) - computing
 
     @property
     def hideable(self) -> float:
-        """What `hidden` would be if all lanes were hidden behind the one that is busy longest."""
+        """Returns what `hidden` would be if all lanes were hidden behind the one that is busy longest."""
         busy = [self.busy(lane) for lane in self.schedule.lanes]
         return sum(busy) - max(busy, default=0.0)
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """Seconds in which at least one of the spans runs."""
+    """Returns the seconds in which at least one of the spans runs."""
     covered, until = 0.0, 0.0
     for span in sorted(spans, key=lambda span: span.start):
         covered += max(span.end - max(span.start, until), 0.0)
@@ -106,14 +106,14 @@ def _covered(spans: Iterable[Span]) -> float:
 
 
 def overlap(timelines: Iterable[Timeline]) -> float | None:
-    """The part of what their lanes could hide behind each other that they hid; None where there was nothing to hide."""
+    """Returns the part of what lanes could hide behind each other that they hid; None where there was nothing."""
     timelines = list(timelines)
     hideable = sum(timeline.hideable for timeline in timelines)
     return max(sum(timeline.hidden for timeline in timelines), 0.0) / hideable if hideable else None
 
 
 def one_after_another(name: str, timelines: Mapping[str, Timeline]) -> Timeline:
-    """One timeline, with a part for each of `timelines`: each begins when the one before it has ended.
+    """Joins timelines into one, with a part for each: each begins when the one before it has ended.
 
     Its schedule runs them so: the first ops of a part wait for the last ones of the part before. Buffers of different
     parts are different ones.
@@ -140,7 +140,7 @@ def one_after_another(name: str, timelines: Mapping[str, Timeline]) -> Timeline:
 
 
 def as_they_ran(name: str, timelines: Mapping[str, Timeline]) -> Timeline:
-    """One timeline in which each of `timelines` begins when it began, the first at 0.
+    """Joins timelines into one in which each begins when it began, the first at 0.
 
     It has a part for each but those that ran beside the others.
     """
@@ -158,7 +158,7 @@ def as_they_ran(name: str, timelines: Mapping[str, Timeline]) -> Timeline:
 
 
 def _placed(part: str, timeline: Timeline, begin: float, first_op: int) -> Iterator[Span]:
-    """The spans from `begin` on; of ops of a schedule in which `first_op` is their first, with buffers of their own."""
+    """Yields the spans from `begin` on, of ops of which `first_op` is the first in their schedule, with own buffers."""
     for span in timeline.spans:
         reads, writes = (tuple(f"{part}: {buffer}" for buffer in used) for used in (span.op.reads, span.op.writes))
         waits_for = tuple(first_op + other for other in span.op.waits_for)

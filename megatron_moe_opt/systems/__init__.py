@@ -12,21 +12,21 @@ from megatron_moe_opt.systems.parm import PARM
 from megatron_moe_opt.systems.system import System
 
 SYSTEMS: list[System] = [MONTA, PARM, NETMOE, MPMOE, DEEPSPEED, EXPERT_MIGRATION]
-"""A system that is added to it before `megatron_moe_opt.options` is imported is there as ours are."""
+"""All systems. One that is added before `megatron_moe_opt.options` is imported is there as ours are."""
 
 
 def system_names() -> tuple[str, ...]:
-    """The names of all systems, as --moe-token-dispatcher-type takes them."""
+    """Returns the names of all systems, as --moe-token-dispatcher-type takes them."""
     return tuple(system.name for system in SYSTEMS)
 
 
 def dispatcher_names() -> tuple[str, ...]:
-    """What we add to the values of --moe-token-dispatcher-type: the systems, and `auto`, which plans what runs."""
+    """Returns what we add to --moe-token-dispatcher-type's values: the systems, and `auto`, which plans what runs."""
     return (*system_names(), AUTO)
 
 
 def system_of(variant: str) -> System | None:
-    """The system that a variant is of, or that has this name; None: it is none of ours."""
+    """Returns the system that a variant is of, or that has this name; None: it is none of ours."""
     name = variant.partition(":")[0]
     return next((system for system in SYSTEMS if system.name == name), None)
 

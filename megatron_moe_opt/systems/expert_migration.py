@@ -101,7 +101,7 @@ class MigrationOptions(SharedOptions):
 
     @property
     def compression(self) -> dict[str, float]:
-        """The ratios of `expert-migration` that were given, by their flags: all of them lossy."""
+        """Returns the ratios of `expert-migration` that were given, by their flags: all of them lossy."""
         ratios = {"compression-ratio": self.compression_ratio,
                   "gradient-compression-ratio": self.gradient_compression_ratio}  # fmt: skip
         return {PREFIX + flag: ratio for flag, ratio in ratios.items() if ratio is not None}
@@ -118,7 +118,7 @@ class MigrationOptions(SharedOptions):
 
     @property
     def resident_limit(self) -> int | None:
-        """The layers whose gathered experts stay in memory; None: all."""
+        """Returns the number of layers whose gathered experts stay in memory; None: all."""
         if self.resident_layers is None:
             return self.prefetch_layers + 1
         return None if self.resident_layers == ALL else self.resident_layers
@@ -223,7 +223,7 @@ def check_travelling(config: Any, options: MigrationOptions, sizes: str) -> None
 
 
 def named_domains(sizes: tuple[int, ...], workers: tuple[int, ...]) -> ExpertDomains:
-    """The domains of these sizes. Raises ConfigurationError where the network levels cannot be cut so."""
+    """Returns the domains of these sizes. Raises ConfigurationError where the network levels cannot be cut so."""
     if len(sizes) != len(workers) or any(number % size for number, size in zip(workers, sizes, strict=True)):
         raise ConfigurationError(
             f"{PREFIX}domain-sizes {shown(sizes)} does not fit levels of {shown(workers)} workers: give a divisor of "
@@ -240,8 +240,8 @@ _SETTING = re.compile(r"([1-9][0-9]*(?:x[1-9][0-9]*)*)(?::r([1-9][0-9]*(?:\.[0-9
 
 
 def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
-    """`expert-migration:SIZExSIZE`: domain sizes, the slowest level first; and `:rRATIO` where experts travel
-    compressed.
+    """Reads `expert-migration:SIZExSIZE`, domain sizes, the slowest level first; and
+    `:rRATIO` of compressed experts.
     """
     if setting == AUTO:
         return chosen_by_profile(variant, profile)
@@ -304,7 +304,7 @@ def _candidates(layer: LayerOnCluster, options: MigrationOptions) -> Iterator[Pr
 
 
 def fastest_domains(workload: LayerWorkload, cluster: Cluster) -> DomainChoice:
-    """The expert domains with which a layer takes least, by the same predictions as the planner's.
+    """Returns the expert domains with which a layer takes least, by the same predictions as the planner's.
 
     Raises:
         ConfigurationError: the cluster lacks an expert or a group that some domains need.

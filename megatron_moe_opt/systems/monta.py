@@ -61,7 +61,7 @@ class MontaOptions(SharedOptions):
 
     @property
     def chunk_counts(self) -> tuple[int, ...] | None:
-        """The one chunk count to use; None: to be chosen."""
+        """Returns the one chunk count to use; None: to be chosen."""
         if isinstance(self.chunks, int):
             return (self.chunks,)
         if self.levels == ("O1",):
@@ -89,7 +89,7 @@ class MontaOptions(SharedOptions):
 
 
 def pipelining(config: Any, groups: Any, options: MontaOptions) -> Any:
-    """The Pipelining of a layer's rows that options of MoNTA ask for. A collective call over its groups."""
+    """Returns the Pipelining of a layer's rows that options of MoNTA ask for. A collective call over its groups."""
     from megatron_moe_opt.dispatchers.pipelining import pipelining_of
     from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 

@@ -47,7 +47,7 @@ from megatron_moe_opt.topology.domains import ExpertDomains, realisable, station
 NAME = "mpmoe"
 DEFAULT_PARTITIONS = 4
 _OF_EXPERTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
-"""Modules that run in an expert call, of those that --offload-modules takes."""
+"""The modules that run in an expert call, of those that --offload-modules takes."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,9 @@ class MpmoeOptions(SharedOptions):
         auto=CHOOSES,
     )
     domain_sizes: ClassVar[tuple[int, ...] | str | None] = AUTO
-    """Those of expert-migration's options, where they are given with these; these alone leave them to be chosen."""
+    """Domain sizes of expert-migration's options, where they are given with these; these alone
+    leave them to be chosen.
+    """
     activation_budget: int | None = option(
         "activation-budget",
         BYTES,
@@ -93,7 +95,7 @@ class MpmoeOptions(SharedOptions):
 
     @property
     def partition_counts(self) -> tuple[int, ...]:
-        """Of `mpmoe`, to choose from; one where the user chose."""
+        """Returns the partition counts to choose from; one where the user chose."""
         if self.partitions == AUTO:
             return PARTITIONS
         if isinstance(self.partitions, tuple):
@@ -102,12 +104,12 @@ class MpmoeOptions(SharedOptions):
 
     @property
     def memory_strategies(self) -> tuple[str, ...]:
-        """Of `mpmoe`, to choose from; one where the user chose."""
+        """Returns the strategies of memory reuse to choose from; one where the user chose."""
         return tuple(STRATEGIES) if self.memory_reuse == AUTO else (self.memory_reuse or NONE,)
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """Of `mpmoe`'s partitions, to choose from; one where the user chose."""
+        """Returns the ways of partitions to choose from; one where the user chose."""
         return (ROWS, HOPS, JOINT) if self.way == AUTO else (self.way or ROWS,)
 
     def check(self) -> None:
@@ -261,8 +263,8 @@ def _setting(count: int, strategy: str, way: str, sizes: tuple[int, ...] | None 
 
 
 def _kind(setting: str) -> str:
-    """A row for each expert of a token, by all-to-alls of its own where that goes to all shards; or a token once over a
-    link, and at which levels experts travel.
+    """Returns what travels: a row for each expert of a token (empty), a row for all shards of an expert at once
+    (JOINT), or a token once over a link (HOPS), and the levels at which experts travel.
     """
     if setting.endswith(JOINT):
         return JOINT
@@ -271,7 +273,7 @@ def _kind(setting: str) -> str:
 
 
 def domains_of(options: Any, workers: tuple[int, ...]) -> ExpertDomains:
-    """The domains in which experts travel while tokens hop: single ranks, where none was named.
+    """Returns the domains in which experts travel while tokens hop: single ranks, where none was named.
 
     Raises ConfigurationError for sizes that do not fit the network levels.
     """
@@ -298,8 +300,8 @@ def _predicted(layer: LayerOnCluster, cut: PartitionedLayer, strategy: str) -> P
 
 
 def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Prediction | Refusal]:
-    """A single partition has nothing to share: all strategies are the same. Experts that travel take more memory than
-    partitions save: there the first strategy alone is tried.
+    """Predicts the candidates. A single partition has nothing to share, so all strategies are the same. Experts that
+    travel take more memory than partitions save: there the first strategy alone is tried.
     """
     strategies = options.memory_strategies
     for way in options.ways:
@@ -322,7 +324,7 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
 
 
 def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[ExpertDomains | None]:
-    """Those that were named; or all there are, where experts are whole and how they travel was measured."""
+    """Returns the domains that were named; or all, where experts are whole and how they travel was measured."""
     one, sizes = layer.workload, options.domain_sizes
     if sizes != AUTO:
         return [None if sizes is None or max(sizes) == 1 else named_domains(sizes, one.workers)]

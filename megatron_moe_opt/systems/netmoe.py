@@ -91,7 +91,7 @@ _WHY = {
     "--moe-expert-capacity-factor": "under which other samples share a rank, so that other tokens would be dropped",
     "--recompute-modules": "which takes a layer's norm on the ranks of the experts",
 }
-"""By flag, where it is not plain that what it names would have to move with samples."""
+"""The reasons, by flag, where it is not plain that what it names would have to move with samples."""
 
 
 def _check_way(config: Any, options: Any) -> None:
@@ -132,7 +132,7 @@ def _check_way(config: Any, options: Any) -> None:
 
 
 def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Prediction | Refusal]:
-    """The exchanges that the dispatcher runs, their all-to-alls less what placing samples keeps inside nodes."""
+    """Predicts the dispatcher's exchanges, their all-to-alls less what placing samples keeps inside nodes."""
     one, saving = layer.workload, layer.workload.placement_saving
     if saving is None:
         depends = "what it saves depends on which samples use which experts"
@@ -191,8 +191,9 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
 
 
 def _residuals(layer: LayerOnCluster) -> list[Op]:
-    """The residuals of samples that move, forward and backward, where they do so by themselves. How many do is not
-    known; all are taken to, which is the most. Where all TP ranks hold all tokens: and what is gathered over TP.
+    """Returns the ops of residuals of samples that move, forward and backward, where they do so by themselves. How
+    many do is not known; all are taken to, which is the most. Where all TP ranks hold all tokens: also what is
+    gathered over TP, as at the edge.
     """
     one = layer.workload
     rounded = one.outbound_bytes != one.row_bytes or one.homebound_bytes != one.row_bytes
@@ -209,7 +210,7 @@ def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any
 
 
 def _kind(setting: str) -> str:
-    """A token once over a link, or a row for each of its experts."""
+    """Returns what travels: a token once over a link, or a row for each of its experts."""
     return HOPS if setting.startswith(HOPS) else ""
 
 

@@ -45,7 +45,7 @@ class ParmOptions(SharedOptions):
 
     @property
     def schedule_profile(self) -> Path | None:
-        """What `parm` chooses its schedule by; None where the user chose."""
+        """Returns the profile by which `parm` chooses its schedule; None where the user chose."""
         return self.profile if self.parm_schedule in (None, AUTO) else None
 
     def check(self) -> None:
@@ -93,7 +93,7 @@ def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any
 
 
 def _candidates(layer: LayerOnCluster, options: ParmOptions) -> Iterator[Prediction | Refusal]:
-    """The fused all-to-all; and SAA, where all TP ranks hold the same tokens."""
+    """Predicts the fused all-to-all; and SAA, where all TP ranks hold the same tokens."""
     one = layer.workload
     asked = SCHEDULES if options.parm_schedule in (None, AUTO) else (options.parm_schedule,)
     if one.ep * one.etp == 1 or max(one.etp, one.tp) == 1:

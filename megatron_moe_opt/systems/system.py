@@ -100,7 +100,7 @@ class SharedOptions:
 
 
 def flag_of(options: type[SharedOptions], name: str) -> str:
-    """The option on the command line that a field of options is."""
+    """Returns the option on the command line that a field of options is."""
     return options.__dataclass_fields__[name].metadata["flag"]
 
 
@@ -116,11 +116,11 @@ class Run:
     """What a run is like, as far as it decides which systems its layers may change to between optimizer steps."""
 
     workers: frozenset[tuple[int, ...]]
-    """The workers of each network level of its expert-parallel groups."""
+    """The workers of each network level of the run's expert-parallel groups."""
     routes_together: bool
-    """Which rows a token makes depends on the other tokens that its router sees: it drops or balances them."""
+    """Whether the rows of a token depend on the other tokens that its router sees, which drops or balances them."""
     samples_may_move: bool
-    """Samples, which all are at home, may begin to move, and end to."""
+    """Whether samples, which all are at home, may begin to move, and end to."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ class Grammar:
     """How a system's settings are written in one word, behind its name and a colon, as in `monta:O2x8`."""
 
     parse: Callable[[str, str, Path | None], Mapping[str, Any]]
-    """(variant, setting, profile) -> fields of Options. Raises ConfigurationError, which tells how to write it."""
+    """Reads (variant, setting, profile) to fields of Options. Raises ConfigurationError, which says how to write it."""
     write: Callable[[Any, int], str]
-    """(options, number of network levels) -> the setting, with defaults filled in; empty where there is none."""
+    """Writes (options, number of network levels) as a setting, with defaults filled in; empty where there is none."""
     kind: Callable[[str], str] = lambda setting: ""
-    """Of a setting: what travels. Variants of a kind differ in how they cut the same traffic."""
+    """Returns what travels under a setting. Variants of a kind differ in how they cut the same traffic."""
 
 
 @dataclass(frozen=True)
@@ -142,15 +142,15 @@ class System:
     name: str
     """The name that --moe-token-dispatcher-type takes."""
     build: Callable[[ExpertGroups, Any, Any], Any]
-    """(groups, options, TransformerConfig) -> the dispatcher of a layer. A collective call over the groups."""
+    """Returns a layer's dispatcher, given (groups, options, TransformerConfig). A collective call over the groups."""
     attach: Callable[[Any, Any], None] | None = None
-    """(MoELayer, options): what is done to a layer that has its dispatcher, where more of it is the system's own."""
+    """Does to a MoELayer that has its dispatcher, given (MoELayer, options), what more of it is the system's own."""
     options: type[SharedOptions] = SharedOptions
     """The class of its options."""
     reads: tuple[str, ...] = ()
-    """Shared options that it reads, besides those that every system does."""
+    """The names of the shared options that it reads, besides those that every system does."""
     unread_profile: Callable[[Any], str | None] = lambda options: None
-    """What would have it read a profile, where with these options it does not."""
+    """Returns what would have it read a profile, where with these options it does not."""
     check: Callable[[Any, Any, Any], None] = lambda config, options, arguments: None
     """Refuses (TransformerConfig, options, Megatron-LM's arguments or None) that it cannot run under."""
     takes_copies: Callable[[Any], str | None] = lambda options: None
@@ -158,19 +158,19 @@ class System:
     grammar: Grammar | None = None
     """How its settings are read and written in the name of a variant; None: it has none."""
     candidates: Callable[[LayerOnCluster, Any], Iterator[Prediction | Refusal]] | None = None
-    """What it would take for a layer, for each of its variants that the options leave to choose from: a variant's only
-    prediction. None: it is for comparison, and never planned.
+    """Yields what it would take for a layer, for each of its variants that the options leave to choose from: a
+    variant's only prediction. None: it is for comparison, and never planned.
     """
     domains: Callable[[Any, tuple[int, ...]], ExpertDomains | None] = lambda options, workers: None
-    """(options, workers of each network level) -> the domains for which it makes process groups; None: for none."""
+    """Returns the domains that it makes process groups for, given (options, workers of each network level), or None."""
     stays: Callable[[Any, Run], str | None] = lambda options, run: None
     """Why layers cannot change to it, or from it, between optimizer steps; None: they can."""
     calls_experts: bool = False
-    """It calls a layer's experts in its own order, with weights of its own choice."""
+    """Whether it calls a layer's experts in its own order, with weights of its own choice."""
     is_pipeline_of_experts: bool = False
-    """It has no dispatch and combine without experts between them."""
+    """Whether it has no dispatch and combine without experts between them."""
     moves_samples: bool = False
-    """Samples leave their ranks, through all MoE layers of a pipeline stage."""
+    """Whether samples leave their ranks, through all MoE layers of a pipeline stage."""
 
     @property
     def own_options(self) -> frozenset[str]:
@@ -180,7 +180,7 @@ class System:
 
     @property
     def open_options(self) -> SharedOptions:
-        """Its options, with all that may be chosen left to be."""
+        """Returns its options, with all that may be chosen left to be."""
         chosen = [one.name for one in fields(self.options) if one.metadata["auto"] == CHOOSES]
         return self.options(**dict.fromkeys(chosen, AUTO))
 
@@ -189,19 +189,19 @@ class System:
         return name in self.own_options or name in self.reads
 
     def variant(self, options: Options, levels: int = 1) -> str:
-        """The system with these options in one word, defaults filled in."""
+        """Returns the system with these options in one word, defaults filled in."""
         setting = "" if self.grammar is None else self.grammar.write(options, levels)
         wire = "" if options.wire == SAME else options.wire.word
         return ":".join(part for part in (self.name, setting, wire) if part)
 
 
 def recomputed_modules(config: Any) -> list[str]:
-    """The modules that a TransformerConfig has recomputed one by one, in a backward pass."""
+    """Returns the modules that a TransformerConfig has recomputed one by one, in a backward pass."""
     return config.recompute_modules or [] if config.recompute_granularity == "selective" else []
 
 
 def chosen_by_profile(variant: str, profile: Path | None) -> dict[str, Any]:
-    """The options of `NAME:auto`, which chooses by measurements. Raises ConfigurationError where there are none."""
+    """Returns the options of `NAME:auto`, which chooses by measurements. Raises ConfigurationError without any."""
     if profile is None:
         raise ConfigurationError(f"--dispatchers {variant} chooses by measurements: give --profile")
     return {"profile": profile}

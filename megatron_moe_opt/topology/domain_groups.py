@@ -31,7 +31,7 @@ class DomainGroups:
     rank: int
     """This rank's number in the expert-parallel group."""
     tokens: tuple[ProcessGroup | None, ...]
-    """All-to-all: its rank i is in domain i of the level."""
+    """The all-to-all groups by level: rank i of a group is in domain i of the level."""
     experts: tuple[ProcessGroup | None, ...]
     """The groups in which experts are gathered and their gradients reduced, by level."""
     all_experts: ProcessGroup | None
@@ -46,7 +46,8 @@ class DomainGroups:
 
 
 def levels_of(ep: ProcessGroup, levels: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The levels the user named, or those that nodes make. The latter is a collective call over the group, once.
+    """Returns the levels that the user named, or those that nodes make. The latter is a collective call over the group,
+    once.
 
     Raises:
         ConfigurationError: named levels that do not make up the group, or see find_levels.
@@ -81,11 +82,11 @@ class _Made:
 
 
 _made: dict[tuple[ProcessGroup, ExpertDomains], _Made] = {}
-"""The same on all ranks of an expert-parallel group, in the same order."""
+"""The groups that were made; the same on all ranks of an expert-parallel group, in the same order."""
 
 
 def domain_groups(ep: ProcessGroup, domains: ExpertDomains, user: object) -> DomainGroups:
-    """The groups; one set for all layers of a process. A collective call over `ep`.
+    """Returns the groups of these domains; one set for all layers of a process. A collective call over `ep`.
 
     Args:
         user: who uses them, for as long as it lives or until leave_domain_groups. On all ranks alike.
@@ -98,7 +99,7 @@ def domain_groups(ep: ProcessGroup, domains: ExpertDomains, user: object) -> Dom
 
 
 def leave_domain_groups(user: object) -> None:
-    """It does not use its groups any more."""
+    """Notes that a user does not use its groups any more."""
     for made in _made.values():
         made.users.discard(user)
 
@@ -124,7 +125,7 @@ def _make(ep: ProcessGroup, domains: ExpertDomains) -> DomainGroups:
     at_end = ExitStack()  # in the opposite order: all ranks have done, then groups are destroyed
 
     def group(groups: Groups, what: str) -> ProcessGroup | None:
-        """This rank's group of `groups`, which hold ranks of `ep`."""
+        """Makes this rank's group of `groups`, which hold ranks of `ep`; None where it would be alone."""
         members = next(group for group in groups if ep.rank() in group)
         if len(members) == 1:
             return None

@@ -36,7 +36,7 @@ class ExpertDomains:
     """
 
     workers: tuple[int, ...]
-    """Of each level, the workers in one worker of the level outside it: the paper's scaling factors SF."""
+    """The workers of each level in one worker of the level outside it: the paper's scaling factors SF."""
     sizes: tuple[int, ...]
     """The workers in a domain of each level (S_ED)."""
 
@@ -73,20 +73,20 @@ class ExpertDomains:
         return prod(self.workers[level + 1 :])
 
     def location(self, rank: int) -> tuple[int, ...]:
-        """The rank's place at every level (eq. 13)."""
+        """Returns the rank's place at every level (eq. 13)."""
         return tuple(rank // self.stride(level) % workers for level, workers in enumerate(self.workers))
 
     def proportion(self, level: int) -> float:
-        """p: the part of what would leave a worker that leaves it as tokens, (G - S) / (G - 1) with G workers."""
+        """Returns p: the part of what would leave a worker that does so as tokens, (G - S) / (G - 1) with G workers."""
         workers, size = self.workers[level], self.sizes[level]
         return (workers - size) / (workers - 1) if workers > 1 else 1.0
 
     def domains(self, level: int) -> int:
-        """Domains in one worker of the level outside: the ranks of an all-to-all group."""
+        """Returns the number of domains in one worker of the level outside: the ranks of an all-to-all group."""
         return self.workers[level] // self.sizes[level]
 
     def communication(self, one: int, other: int, level: int) -> Kind | None:
-        """What two ranks exchange at a level: ALL_GATHER, ALL_TO_ALL or nothing (Algorithm 1).
+        """Returns what two ranks exchange at a level: ALL_GATHER, ALL_TO_ALL or nothing (Algorithm 1).
 
         The printed algorithm asks for the same place at the levels inside this one only. Then two GPUs of different
         data centres would gather over the links of a node: here the places at the levels outside must be the same too.
@@ -103,8 +103,8 @@ class ExpertDomains:
 
     @property
     def groups(self) -> int:
-        """How many groups of several ranks a rank is in: of tokens and of experts by level, and one of all ranks where
-        experts travel.
+        """Returns how many groups of several ranks a rank is in: of tokens and of experts by level, and one of all
+        ranks where experts travel.
         """
         travelling = sum(size > 1 for size in self.sizes)
         return sum(self.domains(level) > 1 for level in range(self.levels)) + travelling + (travelling > 0)
@@ -131,7 +131,7 @@ class ExpertDomains:
         return tuple(tuple(first + place * stride for place in range(0, workers, size)) for first in firsts)
 
     def messages(self, level: int) -> dict[Kind, int]:
-        """Messages of all ranks at a level in one all-to-all and one all-gather (Table VII)."""
+        """Returns the messages of all ranks at a level in one all-to-all and one all-gather (Table VII)."""
         return {
             Kind.ALL_TO_ALL: self.world * (self.domains(level) - 1),
             Kind.ALL_GATHER: self.world * (self.sizes[level] - 1),
@@ -139,19 +139,20 @@ class ExpertDomains:
 
 
 def stationary(workers: tuple[int, ...]) -> ExpertDomains:
-    """The domains in which no expert travels: of one worker at every level."""
+    """Returns the domains in which no expert travels: of one worker at every level."""
     return ExpertDomains(workers, (1,) * len(workers))
 
 
 def realisable(workers: tuple[int, ...]) -> Iterator[ExpertDomains]:
-    """Every choice of domain sizes; the sizes of a level ascend, the innermost level's fastest."""
+    """Yields every choice of domain sizes; the sizes of a level ascend, the innermost level's fastest."""
     divisors = ([size for size in range(1, number + 1) if number % size == 0] for number in workers)
     for sizes in product(*divisors):
         yield ExpertDomains(workers, sizes)
 
 
 def find_levels(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Workers of each level of a group of ranks, the slowest level first: (nodes, ranks of each), or (ranks,).
+    """Returns the workers of each level of a group of ranks, the slowest level first: (nodes, ranks of each), or
+    (ranks,).
 
     One level where all ranks sit on one node, or each on its own.
 

@@ -50,13 +50,13 @@ class TokenCopies:
 
     group: ProcessGroup
     tp_ranks: torch.Tensor
-    """int64 [ep_size, etp_size]: TP rank of each rank of the joint group."""
+    """The TP rank of each rank of the joint group, int64 [ep_size, etp_size]."""
     ep_ranks: tuple[int, ...]
-    """[tp_size] EP rank of each rank of the TP group."""
+    """The EP rank of each rank of the TP group, [tp_size]."""
     like: torch.Tensor
-    """int64 [joint size]: the first rank of the joint group that holds the same tokens as each."""
+    """The first rank of the joint group that holds the same tokens as each, int64 [joint size]."""
     ranks: tuple[int, ...]
-    """[joint size] global rank of each rank of the joint group."""
+    """The global rank of each rank of the joint group, [joint size]."""
     inside: bool
     """Whether all ranks of the TP group are in the joint group."""
     flag: str

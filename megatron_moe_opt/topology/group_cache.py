@@ -15,9 +15,9 @@ Function = TypeVar("Function", bound=Callable)
 
 
 def cached_by_group(function: Function) -> Function:
-    """functools.cache for a function whose first argument is a ProcessGroup or ExpertGroups: what it returned is
-    forgotten when nobody has the group any more, whereas functools.cache would keep destroyed groups, their threads and
-    their connections. What it returns must not hold groups.
+    """Caches like functools.cache a function whose first argument is a ProcessGroup or ExpertGroups: what it returned
+    is forgotten when nobody has the group any more, whereas functools.cache would keep destroyed groups, their threads
+    and their connections. What it returns must not hold groups.
     """
     of_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 

@@ -53,7 +53,7 @@ class Layout:
     expert_tp: int = 1
     pp: int = 1
     order: str = VERTICAL
-    """The dimension whose ranks are neighbours first."""
+    """The dimensions, the one whose ranks are neighbours first."""
 
     def __post_init__(self) -> None:
         if sorted(self.order.split("-")) != sorted(VERTICAL.split("-")):
@@ -95,13 +95,13 @@ class Layout:
         return tuple(tuple(range(first, first + stride * size, stride)) for first in firsts)
 
     def first_group(self, role: Role) -> tuple[int, ...]:
-        """The first of `groups`, which rank 0 is in: the others of a large world take long to list."""
+        """Returns the first of `groups`, which rank 0 is in: the others of a large world take long to list."""
         stride = self._stride(role)
         return tuple(range(0, stride * self.size(role), stride))
 
     @property
     def joint_groups(self) -> Groups:
-        """EP and expert-TP together, the expert-TP rank fastest: joint rank = EP rank * expert-TP + expert-TP rank."""
+        """Returns EP and expert-TP together, expert-TP fastest: joint rank = EP rank * expert-TP + expert-TP rank."""
         shards_of = {ranks[0]: ranks for ranks in self.groups("expert-tp")}
         return tuple(
             tuple(shard for rank in ranks for shard in shards_of[rank])
@@ -180,7 +180,7 @@ class Layout:
         return self._strides(_ATTENTION if role in _ATTENTION.values() else _EXPERTS)[role]
 
     def _strides(self, side: Mapping[str, Role]) -> dict[Role, int]:
-        """Of each dimension of one numbering: the distance between neighbours."""
+        """Returns the distance between neighbours in each dimension of one numbering."""
         strides: dict[Role, int] = {}
         distance = 1
         for dimension in self.order.split("-"):
@@ -190,7 +190,7 @@ class Layout:
         return strides
 
     def _meetings(self) -> list[tuple[int, int]]:
-        """Of each EP and CP group: (ranks that they share, the smaller one's size)."""
+        """Returns, for each EP and CP group, (ranks that they share, the smaller one's size)."""
         cps = [set(ranks) for ranks in self.groups("cp")]
         return [(len(cp.intersection(ep)), min(len(cp), len(ep))) for ep in self.groups("ep") for cp in cps]
 

@@ -17,7 +17,7 @@ class NodeMap:
     """The node of every rank of the world; the default is one rank on one node."""
 
     node_of: tuple[int, ...] = (0,)
-    """[world size] node of each global rank; nodes are numbered from 0 in the order of their first rank."""
+    """The node of each global rank, [world size]; nodes are numbered from 0 in the order of their first rank."""
 
     @property
     def num_nodes(self) -> int:
@@ -34,7 +34,7 @@ class NodeMap:
 
 
 def discover_nodes(group: dist.ProcessGroup | None = None) -> NodeMap:
-    """The node map of the ranks of a group (None: of all ranks of the job), the same on every one of them.
+    """Returns the node map of the ranks of a group (None: of all ranks of the job), the same on every one of them.
 
     A rank's node is named by torchrun (GROUP_RANK), else by Slurm (SLURM_NODEID), else by its host name: two torchrun
     agents on one machine count as two nodes, which is how a cluster is imitated on one machine. Costs one
@@ -50,13 +50,13 @@ def discover_nodes(group: dist.ProcessGroup | None = None) -> NodeMap:
 
 
 def number_nodes(names: Sequence[str]) -> tuple[int, ...]:
-    """The node of each rank, from the names of their nodes; numbered from 0 in the order of their first rank."""
+    """Returns the node of each rank, from its nodes' names; numbered from 0 in the order of their first rank."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return tuple(numbers[name] for name in names)
 
 
 def node_name() -> str:
-    """The name of this rank's node, see discover_nodes."""
+    """Returns the name of this rank's node, see discover_nodes."""
     for variable in ("GROUP_RANK", "SLURM_NODEID"):
         if variable in os.environ:
             return f"{variable}={os.environ[variable]}"

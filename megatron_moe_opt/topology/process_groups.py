@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 _NCCL_SETTINGS = ("is_high_priority_stream", "config")
-"""What a user can set of ProcessGroupNCCL.Options, besides the timeout."""
+"""The settings of ProcessGroupNCCL.Options that a user can make, besides the timeout."""
 COMMUNICATOR_BYTES = 2**30
-"""Of a GPU, which NCCL takes for a communicator outside PyTorch's allocator: 0.5 to 2 GB were reported of its default
-buffers (NVIDIA/nccl, issues 864 and 964). They grow with channels, peers and NCCL_BUFFSIZE.
+"""The bytes of a GPU that NCCL takes for a communicator outside PyTorch's allocator: 0.5 to 2 GB were reported of its
+default buffers (NVIDIA/nccl, issues 864 and 964). They grow with channels, peers and NCCL_BUFFSIZE.
 """
 LET_GO_S = 0.1
 """How long a thread may take to get Python's lock where nobody holds it."""
 
 
 def refine(group: ProcessGroup, members: Sequence[int], what: str) -> ProcessGroup:
-    """A new process group of some ranks of `group`. A collective call over these ranks, and no others.
+    """Makes a new process group of some ranks of `group`. A collective call over these ranks, and no others.
 
     Ranks that make several groups make them in one order. Whoever makes a group destroys it, when all its ranks have
     done with it: a rank that destroys it while another still uses it, or is still making it, takes it from that one.
@@ -94,7 +94,7 @@ def _backend(group: ProcessGroup) -> Any:
 
 
 def _nccl_options(backend: Any) -> Any:
-    """The options of a group like this one; None where it is not NCCL's."""
+    """Returns the options for a group like this one; None where it is not NCCL's."""
     if not dist.is_nccl_available() or not isinstance(backend, dist.ProcessGroupNCCL):
         return None
     options = dist.ProcessGroupNCCL.Options()

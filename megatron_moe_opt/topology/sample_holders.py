@@ -36,7 +36,7 @@ class SampleHolders:
 
     @classmethod
     def of(cls, tp: ProcessGroup, groups: ExpertGroups) -> SampleHolders:
-        """A collective call over the joint group.
+        """Finds out which ranks hold a sample together. A collective call over the joint group.
 
         Raises:
             ConfigurationError: on all ranks, if a TP group has ranks outside the joint group.
@@ -50,7 +50,7 @@ class SampleHolders:
     def from_ranks(
         cls, joint: list[int], tp_groups: tuple[list[int], ...], nodes: tuple[str, ...], etp_size: int
     ) -> SampleHolders:
-        """From the global ranks of the joint group, and of each of them its TP group and its node."""
+        """Builds it from the global ranks of the joint group, and the TP group and the node of each of them."""
         place = {rank: index for index, rank in enumerate(joint)}
         holders = list(dict.fromkeys(tuple(group) for group in tp_groups))
         if any(rank not in place for group in holders for rank in group):
@@ -78,7 +78,7 @@ class SampleHolders:
 
     @property
     def device_node(self) -> np.ndarray:
-        """[J] node of each device; of its first rank, should it have several."""
+        """Returns the node of each device, [J]; of its first rank, should it have several."""
         return self.rank_node[np.unique(self.rank_device, return_index=True)[1]]
 
     @property
@@ -87,12 +87,12 @@ class SampleHolders:
         return self.rank_device[:: self.etp_size]
 
     def by_position(self, parts: np.ndarray) -> np.ndarray:
-        """[joint ranks, B, ...] of parts -> [positions, ...], their sums over the parts of each sample."""
+        """Returns the sums over the parts of each sample: parts [joint ranks, B, ...] -> [positions, ...]."""
         sums = parts[self.ranks].sum(axis=1)
         return sums.reshape(-1, *sums.shape[2:])
 
     def items(self, move: np.ndarray) -> np.ndarray:
-        """Where the parts of samples go, which lie on single ranks.
+        """Returns where the parts of samples go, which lie on single ranks.
 
         Args:
             move: [holders * B] new position of the sample at each position; that of holder h, slot b is h * B + b.

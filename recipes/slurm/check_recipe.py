@@ -52,12 +52,12 @@ class Report:
     recipe: Recipe
     layout: Layout
     micro_batches: int
-    """Of a step and data-parallel rank."""
+    """Micro-batches of a step and data-parallel rank."""
     memory: StageMemory | None
-    """Of a rank of the first stage; None where its layers are not modelled."""
+    """Memory of a rank of the first stage; None where its layers are not modelled."""
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Returns the report as lines for a person."""
         one, recipe = self.layout, self.recipe
         nodes = len({rank // recipe.gpus_per_node for rank in one.joint_groups[0]})
         lines = [
@@ -171,7 +171,7 @@ def _parse(recipe: Recipe, arguments: list[str]) -> Any:
 
 
 def _build_config(recipe: Recipe, flags: Flags) -> Any:
-    """The same from the installed Megatron-Core alone, which has no parser."""
+    """Returns the configuration from the installed Megatron-Core alone, which has no parser."""
     import torch
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -235,7 +235,7 @@ def model_shape(recipe: Recipe) -> ModelShape | None:
 
 
 def _memory(recipe: Recipe, layout: Layout, micro_batches: int) -> StageMemory | None:
-    """Of a rank of the first stage."""
+    """Returns the memory of a rank of the first stage."""
     flags, model = recipe.flags, model_shape(recipe)
     if model is None or model.layers % layout.pp:
         return None

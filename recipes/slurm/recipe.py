@@ -107,7 +107,7 @@ class Recipe:
 
     @cached_property
     def moe_layers(self) -> list[bool]:
-        """Of each layer, whether it has experts: --moe-layer-freq, which is an interval or a list such as
+        """Returns whether each layer has experts: --moe-layer-freq, which is an interval or a list such as
         ([0]*3+[1]*58).
 
         Raises:

@@ -20,7 +20,7 @@ HOPS = ((1, 1), (2, 1), (1, 2), (2, 2))
 
 
 def all_schedules() -> Iterator[tuple[str, Schedule]]:
-    """Each under a name of its own."""
+    """Yields every schedule under a name of its own."""
     for count in COUNTS:
         chunks, partitions = [ChunkBytes(1, 2)] * count, [PartitionRows(1, 2)] * count
         ways: dict[str, tuple[Stages, Sequence[Partition]]] = {}

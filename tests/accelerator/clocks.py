@@ -12,7 +12,7 @@ from typing import Any
 PACKAGE = f"{Path(__file__).parents[2] / 'megatron_moe_opt'}/"
 
 Clock = dict[int, int]
-"""Of each actor, by its number, how much of its work lies behind."""
+"""How much of each actor's work lies behind, by the actor's number."""
 
 
 def merge(into: Clock, other: Clock) -> None:
@@ -28,7 +28,7 @@ class Actor:
         self.number, self.name, self.clock, self.follows = number, name, {number: 0}, follows
 
     def tick(self) -> int:
-        """Time of a new piece of work."""
+        """Returns the time of a new piece of work."""
         self.clock[self.number] += 1
         return self.clock[self.number]
 
@@ -55,8 +55,8 @@ class Streams:
         self.of_groups: dict[str, Actor] = {}
 
     def new(self, name: str, follows: bool = False) -> Actor:
-        """A stream; `follows`: whoever uses it has it wait for the caller's stream first, so that memory of it which
-        is given back must be free when it is given anew, and not before.
+        """Returns a new stream. `follows`: whoever uses it has it wait for the caller's stream first, so that memory of
+        it which is given back must be free when it is given anew, and not before.
         """
         self._number += 1
         return Actor(self._number, name, follows)
@@ -74,17 +74,17 @@ class Streams:
             self._current.pop()
 
     def launch(self, actor: Actor) -> int:
-        """Time of work that the host queues there now."""
+        """Returns the time of work that the host queues there now."""
         merge(actor.clock, self.host.clock)
         return actor.tick()
 
     def order(self, behind: Actor, clock: Clock, places: Sequence[str] = ()) -> None:
-        """What `behind` does afterwards, it does behind `clock`: on behalf of these places in the package."""
+        """Orders what `behind` does afterwards behind `clock`, on behalf of these places in the package."""
         if not self.leaves_out(places):
             merge(behind.clock, clock)
 
     def leaves_out(self, places: Sequence[str]) -> bool:
-        """Whether one of these places that order streams is without effect."""
+        """Whether one of these places is left out: it orders streams without effect."""
         self.used.update(places)
         return self.without in places
 
@@ -95,7 +95,7 @@ class Streams:
             self.order(self.host, clock, places)
 
     def happened(self, actor: Actor, other: int, time: int) -> bool:
-        """Whether other's work of that time lies behind what the actor does next."""
+        """Whether `other`'s work of that time lies behind what the actor does next."""
         return actor.number == other or actor.clock.get(other, 0) >= time
 
 
@@ -103,7 +103,7 @@ class Stream:
     """torch.cuda.Stream."""
 
     streams: Streams
-    """Set while an accelerator is there."""
+    """The streams, while an accelerator is there."""
     place: Any
     places: Any
 

@@ -34,7 +34,7 @@ MESSAGES = ("isend", "irecv")
 
 @dataclass(frozen=True)
 class Issued:
-    """What a rank issued at once."""
+    """What a rank issued at once: a collective, or a batch of messages."""
 
     calls: tuple[tuple[str, str], ...]
     """Communicators and collectives: one, or all messages of a batch, which end together."""
@@ -88,7 +88,7 @@ class Communicators:
         """Messages of a batch that is being put together."""
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """torch.distributed's functions as they run here."""
+        """Returns torch.distributed's functions as they run here."""
         ours = {
             "all_reduce": self._all_reduce, "all_gather": self._all_gather, "reduce_scatter": self._reduce_scatter,
             "all_gather_into_tensor": self._all_gather_tensor, "_all_gather_base": self._all_gather_tensor,
@@ -131,7 +131,9 @@ class Communicators:
         return self.issue(group, "broadcast", [tensor] * sends, [tensor] * (not sends), move)
 
     def _message(self, stock: Callable[..., Any], sends: bool) -> Callable[..., Any]:
-        """isend or irecv: beside all else, on the stream of a communicator of the two ranks; or part of a batch."""
+        """Wraps isend or irecv: it runs beside all else, on the stream of a communicator of the two
+        ranks; or as part of a batch.
+        """
 
         def run(
             tensor: torch.Tensor, peer: int | None = None, group: Any = None, tag: int = 0,
@@ -160,7 +162,9 @@ class Communicators:
         return run
 
     def _batched(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """batch_isend_irecv: messages that are over together, behind what the group's communicator does already."""
+        """Wraps batch_isend_irecv: its messages are over together, behind what the group's
+        communicator does already.
+        """
 
         def run(ops: Sequence[dist.P2POp]) -> list[Any]:
             if all(self.watch.is_host(op.tensor) for op in ops):
@@ -280,7 +284,7 @@ def exchange(group: Any, received: Sequence[torch.Tensor], sent: Sequence[torch.
 
 
 def _reduced(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
-    """In rank order, in the precision of a sum that is rounded once."""
+    """Reduces in rank order, in the precision of a sum that is rounded once."""
     stacked = torch.stack(list(parts))
     if op == dist.ReduceOp.MAX:
         return stacked.amax(0)
@@ -293,12 +297,12 @@ def _reduced(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Findings:
-    """Of one rank."""
+    """The findings of one rank."""
 
     mistakes: list[str]
     """Races, and memory given back too early."""
     issued: list[Issued]
-    """Collectives in turn."""
+    """The collectives in the order in which they were issued."""
     members: dict[str, list[int]]
     """The ranks of each communicator."""
 

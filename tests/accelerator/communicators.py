@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from tests.accelerator.software import Device, Entry, Queues, Stuck
 
 Members = Mapping[Hashable, Sequence[Sequence[int]]]
-"""For each group, as the ranks call it, the ranks of each of its communicators."""
+"""The ranks of each communicator of a group, by the group as the ranks call it."""
 
 
 class Mismatch(AssertionError):

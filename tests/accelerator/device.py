@@ -42,14 +42,14 @@ _MEGATRONS_STREAMS = [
     (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"), (SharedExpertMLP, "stream"),
     (pipeline_utils, "_COMP_STREAM"), (pipeline_utils, "_COMM_STREAM"),
 ]  # fmt: skip
-"""Made once a process."""
+"""The streams of Megatron's that are made once a process."""
 _tolist = torch.Tensor.tolist  # of the host, whatever is patched later
 HOST_ONLY = {"plan_exchange", "plan_hops", "place_samples", "solve_placement", "build_info", "select_cpu_kernels"}
 WRITES_LAST = {"sr_decode", "convert_rows", "sum_rows"}  # the argument that is, or may be, where the result goes
 
 
 class Accelerator:
-    """What was found.
+    """An accelerator that watches a rank, and what it found.
 
     Attributes:
         mistakes: races, and memory given back too early.
@@ -72,7 +72,7 @@ class Accelerator:
         return self.streams.syncs
 
     def findings(self) -> Findings:
-        """What ranks are compared by."""
+        """Returns what ranks are compared by."""
         return Findings(self.mistakes, self.communicators.issued, self.communicators.members)
 
     @property
@@ -176,7 +176,7 @@ def _patch_package(patch: pytest.MonkeyPatch, found: Accelerator, library: Path)
 
 
 def _host_copy(found: Accelerator, make: Callable[..., None]) -> Callable[..., None]:
-    """HostCopy's, which on a GPU sees from its device that a tensor is the host's already."""
+    """Adapts HostCopy, which on a GPU sees from a tensor's device that it is the host's already."""
 
     def init(copy: host_copy.HostCopy, tensor: torch.Tensor) -> None:
         if found.watch.is_host(tensor):
@@ -188,7 +188,7 @@ def _host_copy(found: Accelerator, make: Callable[..., None]) -> Callable[..., N
 
 
 def _watched(found: Accelerator, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the extension, which reads its arguments and makes its results."""
+    """Watches a function of the extension, which reads its arguments and makes its results."""
 
     def run(*arguments: Any) -> Any:
         watch = found.watch
@@ -298,7 +298,7 @@ def _joined(firsts: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int
 
 
 def _columns(tensor: torch.Tensor, row: int, rows: int, first_byte: int, num_bytes: int) -> Region:
-    """Bytes [first_byte, first_byte + num_bytes) of rows of a contiguous tensor."""
+    """Returns the region of bytes [first_byte, first_byte + num_bytes) of rows of a contiguous tensor."""
     pitch = tensor.stride(0) * tensor.element_size()
     begin = tensor.storage_offset() * tensor.element_size() + row * pitch
     if num_bytes == pitch:
@@ -340,7 +340,7 @@ class _Runner:
         self._lanes: list[Actor] = []
 
     def run(self, ops: Sequence[Any], caller_lane: int, record: bool) -> tuple[tuple[int, int, str] | None, list[Any]]:
-        """As Executor.run of the extension."""
+        """Does what Executor.run of the extension does."""
         streams = self._found.streams
         for lane in executor._LANES[len(self._lanes) :]:
             self._lanes.append(streams.new(f"lane {lane.value}", follows=True))

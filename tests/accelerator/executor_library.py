@@ -66,7 +66,7 @@ class Work:
     run: Callable[[], None] | None = None
     seconds: float = 0.0
     group: Hashable = None
-    """Of a collective: its communicator, on whose stream it is left running."""
+    """The communicator of a collective, on whose stream it is left running; None: the work is no collective."""
     blocks: bool = False
     label: str = ""
 

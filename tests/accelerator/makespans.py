@@ -23,22 +23,24 @@ LANES = tuple(lane for lane in Lane if lane is not Lane.EXPERTS)
 
 
 def nominal(op: Op) -> float:
-    """What `issue_order` takes an op for: a collective 1, a copy 0.1, experts 2."""
+    """Returns what `issue_order` takes an op for: a collective 1, a copy 0.1, experts 2."""
     return SECONDS.get(op.kind, 1.0)
 
 
 def caller_lane(schedule: Schedule) -> int:
-    """As Executor has it on CUDA."""
+    """Returns the lane of the caller as Executor has it on CUDA."""
     return LANES.index(Lane.COMPUTE) if Lane.COMPUTE in schedule.lanes else -1
 
 
 def makespan(executor: SoftwareExecutor, schedule: Schedule, cost: Callable[[Op], float], queues: Queues) -> float:
-    """From the first op's begin to the moment at which the caller's stream goes on."""
+    """Returns the time from the first op's begin to the moment at which the caller's stream goes on."""
     return max(end for _, end in _played(executor, schedule, cost, queues).values())
 
 
 def overlap(executor: SoftwareExecutor, schedule: Schedule, cost: Callable[[Op], float], queues: Queues) -> float:
-    """How much of the time in which lanes are busy, added over all lanes, lies beside an op of another lane: of 1."""
+    """Returns the part of the time in which lanes are busy, added over all lanes, that lies
+    beside an op of another lane.
+    """
     times = _played(executor, schedule, cost, queues)
     busy = [(entry.label, begin, end) for entry, (begin, end) in times.items() if begin < end]
     moments = sorted({moment for _, *span in busy for moment in span})
@@ -53,7 +55,7 @@ def overlap(executor: SoftwareExecutor, schedule: Schedule, cost: Callable[[Op],
 def _played(
     executor: SoftwareExecutor, schedule: Schedule, cost: Callable[[Op], float], queues: Queues
 ) -> dict[Entry, tuple[float, float]]:
-    """Begin and end of all that is launched. The label of what an op does is its lane."""
+    """Returns begin and end of all that is launched. The label of what an op does is its lane."""
     device = Device(queues)
     ops = [
         (
@@ -84,12 +86,12 @@ def table(executor: SoftwareExecutor) -> str:
 
 
 def guess(number: int, op: Op) -> float:
-    """One of those that `issue_order` makes of what an op takes."""
+    """Returns one of the guesses that `issue_order` makes of what an op takes."""
     return list(_guesses(op.lane, op.kind))[number]
 
 
 def longer(executor: SoftwareExecutor) -> str:
-    """How many times as long one queue takes as many, by the guesses that the order of issue is made for."""
+    """Returns how many times as long one queue takes as many, by the guesses that the order of issue is made for."""
     schedules = [schedule for _, schedule in all_schedules()]
     of_guesses = []
     for cost in (partial(guess, number) for number, _ in enumerate(_guesses(Lane.COPY, Kind.COPY))):

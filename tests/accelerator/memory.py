@@ -32,7 +32,7 @@ class Region(NamedTuple):
 
 
 def region_of(tensor: torch.Tensor) -> Region:
-    """That a strided tensor lies in. Columns of rows are told apart."""
+    """Returns the region that a strided tensor lies in. Columns of rows are told apart."""
     size = tensor.element_size()
     first = tensor.storage_offset() * size
     if tensor.is_contiguous():
@@ -56,14 +56,16 @@ class Access(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A storage."""
+    """The memory of a storage."""
 
     owner: Actor
-    """From whose memory it is taken, to whom it is given back."""
+    """The actor from whose memory it is taken, and to whom it is given back."""
     on_host: bool
     pinned: bool = False
     named: bool = False
-    """Made for `device=tensor.device`, and not used yet: on whose side the tensor was, is not known."""
+    """Whether it was made for `device=tensor.device` and not used yet: then it is not known on
+    whose side that tensor was.
+    """
     accesses: list[Access] = field(default_factory=list)
     recorded: set[Actor] = field(default_factory=set)
 
@@ -76,11 +78,14 @@ class Memory:
         self._blocks: dict[int, Block] = {}
         self._watched: dict[int, weakref.ref] = {}
         self._given_back: dict[int, list[Access]] = {}
-        """By owner that follows its callers: uses of memory that has been given back, and is given anew to its next
-        work. Megatron's streams do, and lanes of a schedule."""
+        """Uses of memory that has been given back, and is given anew to its owner's next work, by owner that follows
+        its callers. Megatron's streams do, and lanes of a schedule.
+        """
 
     def block(self, tensor: torch.Tensor, new_on: Actor | None = None, on_host: bool = False) -> Block:
-        """Of a tensor. One that is first seen is the device's from before, or new, and taken by `new_on`."""
+        """Returns the block of a tensor. One that is first seen is the device's from before, or
+        new, and taken by `new_on`.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         block = self._blocks.get(key)
@@ -125,7 +130,7 @@ class Memory:
         self.block(tensor).recorded.add(actor)
 
     def give_back(self, storage: torch.UntypedStorage) -> None:
-        """Memory that is freed by hand while tensors still hold the storage."""
+        """Frees memory by hand while tensors still hold the storage."""
         if storage._cdata in self._blocks:
             self._free(storage._cdata)
 
@@ -144,7 +149,7 @@ class Memory:
             self._check_ended(block.owner, latest.values())
 
     def _check_ended(self, owner: Actor, uses: Iterable[Access]) -> None:
-        """Of memory of the owner that it may be given anew."""
+        """Notes a mistake where memory of the owner is used by work that has not ended when it is given back."""
         merge(owner.clock, self.streams.host.clock)
         for use in uses:
             if not self.streams.happened(owner, use.actor.number, use.time):
@@ -158,7 +163,9 @@ class Memory:
 
 
 def tensors_in(values: object) -> list[torch.Tensor]:
-    """In arguments of whatever nesting. Called several times an operation, for which PyTorch's tree_leaves is slow."""
+    """Returns the tensors in arguments of whatever nesting. Called several times an operation, for which
+    PyTorch's tree_leaves is slow.
+    """
     if isinstance(values, torch.Tensor):
         return [values]
     if isinstance(values, dict):

@@ -119,7 +119,7 @@ def under_clocks(library: Path, way: Way, work: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _fresh(queues: Queues) -> Iterator[None]:
-    """A rank with these queues, which has not yet said what a process says once."""
+    """Makes the process, inside the block, a rank with these queues that has not yet said what a process says once."""
     from megatron_moe_opt.dispatchers import say
 
     with pytest.MonkeyPatch.context() as patch:

@@ -31,7 +31,7 @@ class ExchangeIn:
     group: dist.ProcessGroup
 
     def run(self) -> None:
-        """As the extension's."""
+        """Runs the exchange as the extension's does."""
         self.action.run()
 
 
@@ -45,12 +45,12 @@ class Extension:
         return getattr(self._extension, name)
 
     def exchange(self, group: dist.ProcessGroup, *arguments: Any) -> ExchangeIn:
-        """As the extension's."""
+        """Makes an exchange as the extension does."""
         return ExchangeIn(self._extension.exchange(group, *arguments), group)
 
 
 class Runner:
-    """In the place of the extension's executors."""
+    """Replaces the extension's executors."""
 
     def __init__(self, library: Path, seed: int, queues: Queues) -> None:
         self._executor, self._seed, self._queues = SoftwareExecutor(library, len(LANES)), seed, queues
@@ -59,7 +59,7 @@ class Runner:
     def run(
         self, ops: Sequence[tuple[int, Sequence[int], Sequence[Any]]], caller_lane: int, record: bool
     ) -> tuple[tuple[int, int, str] | None, list[tuple[float, float]]]:
-        """As StreamExecutor.run of the extension."""
+        """Runs ops as StreamExecutor.run of the extension does."""
         device = Device(self._queues)
         adversary = Adversary(device, 1_000_003 * self._seed + self.runs * dist.get_world_size() + dist.get_rank())
         self.runs += 1
@@ -87,13 +87,13 @@ def _work(action: Any, op: int) -> Callable[[], Work]:
 
 
 def _as_real(bound: steps.Steps) -> steps.Steps:
-    """For a thread of the extension's: what was started runs in one."""
+    """Returns steps for a thread of the extension's, in which runs what was started."""
     return replace(bound, actions=tuple(getattr(action, "action", action) for action in bound.actions))
 
 
 @contextmanager
 def software_streams(library: Path, seed: int, queues: Queues) -> Iterator[Runner]:
-    """Inside this context schedules run on streams in software."""
+    """Has schedules run on streams in software inside the context."""
     software = Executor.__new__(Executor)
     software._on_streams, software._runner = True, Runner(library, seed, queues)
     software._device = torch.device("cpu")

@@ -18,7 +18,9 @@ from tests.accelerator.software import CALLER
 
 
 def races(library: Path, schedule: Schedule) -> list[str]:
-    """Each that the sanitizer finds, in one sentence; the caller fills the inputs before and reads everything after."""
+    """Returns each race that the sanitizer finds, in one sentence; the caller fills the inputs before
+    and reads everything after.
+    """
     sanitizer = _Told()
     written = tuple(dict.fromkeys(name for op in schedule.ops for name in op.writes))
     left_running: dict[int, int] = {}
@@ -51,7 +53,7 @@ def races(library: Path, schedule: Schedule) -> list[str]:
 
 
 class _Told:
-    """The sanitizer's own logic. Streams and buffers have numbers."""
+    """Tells the sanitizer's own logic what runs. Streams and buffers have numbers."""
 
     def __init__(self) -> None:
         self._handler = EventHandler()

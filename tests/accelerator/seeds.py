@@ -37,7 +37,7 @@ TRAVELLING = Options(network_levels=(2, 2), domain_sizes=(2, 1))
 
 
 def errors_of(dispatcher: str, layout: dict[str, int], options: Options, settings: dict[str, Any] | None = None) -> Any:
-    """Of a layer's results against stock's."""
+    """Returns the errors of a layer's results against stock's."""
     arguments = {"layout": layout, "settings": settings or {}, "options": options}
     return compare(dispatcher, **arguments)["errors"].values()
 
@@ -49,7 +49,7 @@ def several_passes(
     sizes: tuple[int, ...] | None = None,
     way: str | None = None,
 ) -> list[float]:
-    """The same of mpmoe, with two passes under way; `levels`, `sizes` and `way` as worst_errors takes them."""
+    """Returns the errors of mpmoe with two passes under way; `levels`, `sizes` and `way` as worst_errors takes them."""
     variants = [(count, strategy)]
     layout = BOTH if levels is None else EP4
     arguments = {"routing": None, "variants": variants, "steps": 2, "levels": levels, "sizes": sizes, "way": way}
@@ -58,7 +58,7 @@ def several_passes(
 
 
 def netmoe(case: str) -> list[float]:
-    """The same of a model whose samples move."""
+    """Returns the error of a model whose samples move."""
     return [test_netmoe.compare_case(**test_netmoe.CASES[case])[0]]
 
 
@@ -94,7 +94,7 @@ TRAININGS: dict[str, tuple[str, dict[str, int], Options | None, dict[str, Any]]]
 }
 
 TRIED = ("monta:O3x2", "alltoall", "mpmoe:3:S2", "mpmoe:2:hops", "expert-migration:2")
-"""Of `auto`'s plan, which runs the first; steps are taken to take the times of these places."""
+"""The variants of `auto`'s plan, which runs the first; steps are taken to take the times of these places."""
 AUTO = "auto's trials"
 
 
@@ -127,7 +127,7 @@ def trained(dispatcher: str, layout: dict[str, int], options: Options | None, se
 
 @functools.cache
 def stock_losses(case: str) -> list[float]:
-    """Of the same training under stock, without an accelerator."""
+    """Returns the losses of the same training under stock, without an accelerator."""
     if case == AUTO:
         return without_trials()
     _, layout, _, settings = TRAININGS[case]
@@ -138,7 +138,7 @@ CASES = (*LAYERS, *TRAININGS, AUTO)
 
 
 def run_case(case: str, library: Path, seed: int, queues: Queues) -> float:
-    """The worst error on this rank over what is allowed: 1e-6 of the norm in layers, 1e-5 in losses."""
+    """Returns the worst error on this rank over what is allowed: 1e-6 of the norm in layers, 1e-5 in losses."""
     expected = None if case in LAYERS else stock_losses(case)
     with software_streams(library, seed, queues) as runner:
         if case in LAYERS:
@@ -152,7 +152,7 @@ def run_case(case: str, library: Path, seed: int, queues: Queues) -> float:
 
 
 Run = tuple[str, int, str]
-"""Case, seed, and queues."""
+"""A run: its case, seed, and queues."""
 
 
 class Kept:
@@ -160,7 +160,7 @@ class Kept:
 
     def __init__(self, file: Path) -> None:
         self._file, self.of_runs = file, dict[Run, str]()
-        """How each ended: nothing, or why it failed."""
+        """How each run ended: nothing, or why it failed."""
         self._commit = _commit()
         file.parent.mkdir(parents=True, exist_ok=True)
         for line in file.read_text().splitlines() if file.exists() else ():

@@ -33,7 +33,7 @@ class Entry:
     seconds: float = 0.0
     run: Callable[[], None] | None = None
     blocks: bool = False
-    """It waits for other ranks: runs on a thread of its own."""
+    """Whether it waits for other ranks, and so runs on a thread of its own."""
     label: str = ""
     begun: bool = False
     ended: bool = False
@@ -63,7 +63,7 @@ class Device:
 
 
 def play(device: Device) -> dict[Entry, tuple[float, float]]:
-    """Virtual time: when each entry begins and ends, from its seconds alone."""
+    """Returns when each entry begins and ends in virtual time, from its seconds alone."""
     times: dict[Entry, tuple[float, float]] = {}
     head = 0.0
     for entry in device.entries:
@@ -92,7 +92,7 @@ class Adversary:
         self._returned: queue.SimpleQueue[tuple[Entry, BaseException | None]] = queue.SimpleQueue()
 
     def run_until(self, last: Entry | None) -> None:
-        """Until an entry has ended. None: until all have."""
+        """Runs until an entry has ended. None: until all have."""
         while not (last.ended if last is not None else not self._news()):
             self._news()
             self._collect(wait=False)

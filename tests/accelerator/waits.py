@@ -21,9 +21,9 @@ from tests.accelerator.watch import ORDERS_FOR_ITS_CALLER
 
 ORDERS = {"wait", "wait_event", "wait_stream", "record_stream", *ORDERS_FOR_ITS_CALLER}
 ON_HOST = ("cli/", "integration/auto/", "integration/host/", "integration/measuring/", "runtime/job/")
-"""Folders in which threads, stores and messages of the host are waited for, and trials that wait for everything."""
+"""The folders in which threads, stores and messages of the host are waited for, and trials that wait for everything."""
 OF_HOST = {"counts", "gather", "_gathered", "_gather", "_rows", "beyond"}
-"""What the host waits for: how often it may is a budget of the tests'."""
+"""The names of what the host waits for: how often it may is a budget of the tests'."""
 WITHOUT_STREAMS = {"_run_on_thread", "_issue_on_stream", "return_gradients", "forget_deferred"}
 """Functions whose waits order no streams: for a thread; so that what is recorded of an op begins when it can run; for
 what the host has to know of a schedule that is before it in its queue; for what is then dropped unused.

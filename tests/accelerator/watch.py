@@ -59,7 +59,7 @@ def _of_package(file: str) -> str | None:
 
 
 class Watch:
-    """Uses of tensors, told to a memory."""
+    """Watches which tensors operations use, and tells a memory of it."""
 
     def __init__(self, streams: Streams, memory: Memory) -> None:
         self.streams, self.memory = streams, memory
@@ -74,7 +74,7 @@ class Watch:
 
     @contextmanager
     def making(self, on_device: bool) -> Iterator[None]:
-        """What the block makes of nothing, lies there."""
+        """Has what the block makes of nothing lie there."""
         outer, self._running.names_device = self.names_device, on_device
         try:
             yield
@@ -104,7 +104,7 @@ class Watch:
                     block.on_host, block.owner, block.accesses = True, self.streams.host, []
 
     def move(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Module.cuda, which moves what the module has and keeps it the same tensors."""
+        """Replaces Module.cuda, which moves what the module has and keeps it the same tensors."""
         for tensor in (*module.parameters(), *module.buffers()):
             if self.is_host(tensor):
                 self.mark(tensor, on_host=False)
@@ -116,7 +116,7 @@ class Watch:
         return tensor
 
     def host_waits(self, why: str) -> None:
-        """The host waits for all that is queued on the current stream."""
+        """Notes that the host waits for all that is queued on the current stream."""
         self.streams.syncs.append(f"{why} at {place()}")
         self.streams.order(self.streams.host, self.streams.current.clock)
 
@@ -206,7 +206,7 @@ def watched_methods(watch: Watch) -> dict[str, Callable[..., Any]]:
 
 
 class Operations(TorchDispatchMode):
-    """What ATen runs."""
+    """Notes the operations that ATen runs."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ def load(module: Path) -> ctypes.CDLL:
 
 
 class _Stream:
-    """Work is done when it is issued: nothing to wait for."""
+    """A stream whose work is done when it is issued: there is nothing to wait for."""
 
     def synchronize(self) -> None:
         """Returns at once."""
@@ -50,7 +50,7 @@ class _Stream:
 
 
 def _answer_for_cuda(switches: ctypes.CDLL) -> None:
-    """torch.cuda, which a build of PyTorch without CUDA leaves empty."""
+    """Answers for torch.cuda, which a build of PyTorch without CUDA leaves empty."""
     import torch
 
     streams = [_Stream()]

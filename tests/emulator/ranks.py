@@ -56,7 +56,9 @@ class _Device:
 
 
 def _zeros_stay(deallocate: Any) -> Any:
-    """Megatron frees what a stage has sent, the last stage's loss too, and multiplies that with the scale of losses."""
+    """Adapts Megatron's freeing of what a stage has sent, the last stage's loss too, which it then multiplies with the
+    scale of losses: a loss is zeroed.
+    """
 
     def run(out: torch.Tensor | None, *arguments: Any) -> None:
         deallocate(out, *arguments)
@@ -67,7 +69,9 @@ def _zeros_stay(deallocate: Any) -> Any:
 
 
 def _kept(resize: Any) -> Any:
-    """What Megatron frees by hand stays: a PyTorch without CUDA has no way to give back a storage of its memory."""
+    """Adapts `resize_` to keep what Megatron frees by hand: a PyTorch without CUDA has no way to give
+    back a storage of its memory.
+    """
     return lambda storage, size: storage if storage.device.type == "cuda" and size == 0 else resize(storage, size)
 
 
@@ -75,8 +79,8 @@ def _layer_norm(
     rows: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     eps: float = 1e-5, *_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """torch.layer_norm, whose backward pass on a CPU has no kernel for all that CUDA's takes: rows and weights of two
-    dtypes.
+    """Replaces torch.layer_norm, whose backward pass on a CPU has no kernel for all that CUDA's takes: rows
+    and weights of two dtypes.
     """
     over = [-1 - dim for dim in range(len(shape))]
     centred = rows.float() - rows.float().mean(over, keepdim=True)

@@ -21,7 +21,7 @@ SAMPLE = MUTANTS if LONG else MUTANTS[::14]
 
 
 def run_cases(count: int, module: Path | None = None, only: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    """In a process of its own; `module`: a build of other kernels."""
+    """Runs cases in a process of its own; `module`: a build of other kernels."""
     command = [sys.executable, "-m", "tests.emulator.cases", "0", str(count), *(["--only", *only] if only else [])]
     environment = os.environ | ({"MOE_OPT_EMULATOR": str(module)} if module else {})
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

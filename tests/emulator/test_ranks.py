@@ -117,7 +117,7 @@ def test_calls_are_late_and_strict(gpu_ranks):
 
 
 def errors_of(dispatcher: str, folder: object) -> list[float]:
-    """Of a layer against stock, forward and backward."""
+    """Returns the errors of a layer against stock, forward and backward."""
     if dispatcher == "parm":
         return list(compare_replicated("parm", BOTH, {}, None, parm_schedule="S2").values())
     if dispatcher == "mpmoe":

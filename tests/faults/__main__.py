@@ -61,7 +61,9 @@ def main() -> int:
 
 
 def run_until_it_happens(fault: Fault, folder: Path) -> Outcome:
-    """Once more where ranks of a busy machine do not find each other in the short timeout that they are given."""
+    """Runs a fault once more where ranks of a busy machine do not find each other in the short
+    timeout that they are given.
+    """
     for number in range(3):
         again = folder / str(number)
         again.mkdir()

@@ -20,7 +20,7 @@ from tests.ranks.pool import CASE_TIMEOUT_S
 
 SCRIPT = Path(__file__).parent / "rank.py"
 WATCHED_S = 45.0
-"""From the fault on; a rank that has not ended by then hangs."""
+"""The seconds from the fault on after which a rank that has not ended hangs."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RankEnd:
     status: int | None
     """Exit status, negative for a signal; None: it had not ended when it was last looked at."""
     seconds: float | None
-    """After the fault."""
+    """Seconds after the fault; None: the rank had not ended."""
     output: str
 
 
@@ -43,9 +43,9 @@ class Outcome:
     wrong: tuple[str, ...]
     """What was not as it should be, in words; empty: nothing."""
     late: tuple[str, ...] = ()
-    """Who took longer than allowed, of those that ended."""
+    """The ranks, of those that ended, that took longer than allowed."""
     happened: bool = True
-    """False: the run ended before."""
+    """Whether the fault happened; False: the run ended before."""
 
     @property
     def is_good(self) -> bool:
@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def seconds(self) -> float | None:
-        """Until the last rank that could end had; None: one had not."""
+        """Returns the seconds until the last rank that could end had; None: one had not."""
         seconds = [end.seconds for end in self._judged]
         return None if None in seconds or not seconds else max(seconds)
 
@@ -125,7 +125,7 @@ def _noted(file: Path) -> list[str]:
 
 
 def _struck(fault: Fault, folder: Path) -> float | None:
-    """When it happened: where options differ, when the last rank began to build the model."""
+    """Returns when the fault happened: where options differ, when the last rank began to build the model."""
     if not fault.from_the_start:
         injected = _noted(folder / "injected")
         return float(injected[0]) if injected else None
@@ -164,6 +164,6 @@ def _names_cause(fault: Fault, output: str, layer: str) -> bool:
 
 
 def last_line(output: str) -> str:
-    """What an output ends with."""
+    """Returns what an output ends with."""
     lines = [line for line in output.splitlines() if line.strip()]
     return lines[-1][:300] if lines else "nothing was printed"

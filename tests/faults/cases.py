@@ -14,9 +14,9 @@ PLACES = ("dispatch", "combine", "backward", "background")
 KINDS = ("kill", "stop", "raise", "disagree")
 WORLD = 4
 STEPS = 8
-"""That a run takes to which nothing happens."""
+"""The steps of a run to which nothing happens."""
 TIMEOUT_S = 10.0
-"""Configured for all process groups. Ranks also wait for each other's start with it."""
+"""The timeout of all process groups, in seconds. Ranks also wait for each other's start with it."""
 SLACK_S = 5.0
 
 
@@ -29,14 +29,16 @@ class Fault:
 
     dispatcher: str
     place: str
-    """dispatch, combine or backward: when rows are sent; background: in another thread, or between steps."""
+    """Where it happens. dispatch, combine or backward: when rows are sent; background: in another
+    thread, or between steps.
+    """
     kind: str
     """kill: SIGKILL; stop: SIGSTOP; raise: an exception; disagree: the rank has other options or other counts."""
     victim: int = 1
     after: int = 0
     """How many times the rank comes to the place, in the step, before it happens."""
     rank_0_serves_store: bool = False
-    """Else the launcher does, as torchrun."""
+    """Whether rank 0 serves the job's store; else the launcher does, as torchrun."""
 
     @property
     def from_the_start(self) -> bool:
@@ -45,7 +47,7 @@ class Fault:
 
     @property
     def allowed_s(self) -> float:
-        """From the fault to the end of the last rank."""
+        """Returns the seconds allowed from the fault to the end of the last rank."""
         return SLACK_S + (TIMEOUT_S if self.kind in ("kill", "stop") else 0.0)
 
     def __str__(self) -> str:
@@ -53,12 +55,12 @@ class Fault:
         return f"{self.dispatcher}, {self.place}: {self.kind} rank {self.victim}{store}, after {self.after}"
 
     def to_json(self) -> str:
-        """For the command line of a rank."""
+        """Returns the fault as text for the command line of a rank."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Fault:
-        """The inverse."""
+        """Returns the fault that a text of `to_json` says."""
         return Fault(**json.loads(text))
 
 

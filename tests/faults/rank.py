@@ -31,7 +31,7 @@ from tests.ranks.gpt import Gpt, gpt
 from tests.ranks.megatron import parallel
 
 FIRST_STEP = 2
-"""In which something may happen."""
+"""The first step in which something may happen."""
 
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OTHER_OPTIONS = {
@@ -47,7 +47,7 @@ OTHER_OPTIONS = {
     ("expert-migration", "backward"): {"gradient_compression_ratio": 0.5},
     ("expert-migration", "background"): {"prefetch_layers": 0},
 }
-"""Of the rank that disagrees."""
+"""The options of the rank that disagrees, by dispatcher and place."""
 OTHER_CONFIG: dict[tuple[str, str], dict[str, Any]] = {
     ("monta", "backward"): RECOMPUTED,
     ("monta", "background"): {"moe_router_topk": 3},
@@ -63,7 +63,7 @@ OTHER_CONFIG: dict[tuple[str, str], dict[str, Any]] = {
 
 
 PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-"""All ranks have as many rows, and need not ask."""
+"""Settings under which all ranks have as many rows, and need not ask."""
 
 
 class InjectedError(RuntimeError):
@@ -84,14 +84,14 @@ class Injection:
         self._layer = layer.layer_number
 
     def is_due(self) -> bool:
-        """Asked each time the rank comes to the place."""
+        """Whether the fault happens now. Asked each time the rank comes to the place."""
         if self._model.step < FIRST_STEP:
             return False
         self._left -= 1
         return self._left == -1
 
     def strike(self) -> None:
-        """Happens."""
+        """Lets the fault happen."""
         self.note()
         if self.fault.kind == "raise":
             raise InjectedError("injected into the layer")
@@ -102,7 +102,7 @@ class Injection:
         note(self._folder, "injected", self._layer)
 
     def before(self, owner: type, method: str) -> None:
-        """Happens where this method is called."""
+        """Lets the fault happen where this method is called."""
         original = getattr(owner, method)
 
         def wrapped(*arguments: Any, **named: Any) -> Any:
@@ -113,7 +113,9 @@ class Injection:
         setattr(owner, method, wrapped)
 
     def in_lane(self) -> None:
-        """Happens in the thread in which experts travel, before the first op of a schedule that was started."""
+        """Lets the fault happen in the thread in which experts travel, before the first op of a
+        schedule that was started.
+        """
         original = Executor.start
 
         def start(executor: Executor, schedule: Schedule, bound: list[steps.Steps], *queue: str) -> Any:
@@ -124,7 +126,9 @@ class Injection:
         Executor.start = start
 
     def in_schedules(self) -> None:
-        """Happens where a schedule is run, by the thread that runs it or, in the background, in a lane beside it."""
+        """Lets the fault happen where a schedule is run, by the thread that runs it or, in the
+        background, in a lane beside it.
+        """
         original = Executor.run
 
         def run(executor: Executor, schedule: Schedule, bound: list[steps.Steps], *others: Any, **named: Any) -> Any:
@@ -140,7 +144,7 @@ class Injection:
         Executor.run = run
 
     def _op_in(self, schedule: Schedule) -> int | None:
-        """The op of a schedule at which it may happen; None: not in this schedule."""
+        """Returns the op of a schedule at which it may happen; None: not in this schedule."""
         place, in_backward = self.fault.place, torch._C._current_graph_task_id() != -1
         if place == "backward":
             return 0 if in_backward else None
@@ -155,7 +159,9 @@ class Injection:
 
 
 def disagree_from_now_on(fault: Fault, model: Gpt, injection: Injection) -> None:
-    """What is no matter of options: fewer samples, other tokens on TP ranks that should have the same, another mask."""
+    """Makes the rank disagree in what is no matter of options: fewer samples, other tokens on TP ranks that should
+    have the same, another mask.
+    """
     stock = model.train_step
 
     def train_step() -> float:
@@ -232,7 +238,7 @@ def train(fault: Fault, folder: Path) -> None:
 
 
 def main() -> None:
-    """In a process of a Job: starts the launcher, which runs this script again."""
+    """Starts the launcher in a process of a Job, and the launcher runs this script again."""
     if sys.argv[1] == "train":
         train(Fault.from_json(sys.argv[2]), Path(sys.argv[3]))
         dist.destroy_process_group()

@@ -21,7 +21,7 @@ SAMPLED_OF = 5  # cases, one
 
 
 def pytest_collection_modifyitems(config, items):
-    """On the emulator a sample of the tests with many cases; all of them where MOE_OPT_EMULATOR_LONG is set."""
+    """Takes a sample of the tests with many cases on the emulator; all of them where MOE_OPT_EMULATOR_LONG is set."""
     if not EMULATED or os.environ.get("MOE_OPT_EMULATOR_LONG"):
         return
     here = [item for item in items if item.path.parent == Path(__file__).parent]
@@ -48,7 +48,7 @@ def device():
 
 @pytest.fixture
 def races_allowed():
-    """For a test whose input makes threads of a kernel race, which the kernel is made to bear."""
+    """Allows races in a test whose input makes threads of a kernel race, which the kernel is made to bear."""
     if not EMULATED:
         yield
         return

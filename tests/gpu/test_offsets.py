@@ -25,7 +25,7 @@ def memory(device):
 
 
 def far_rows(device: torch.device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """bf16 [3, PITCH] of which the first WIDTH columns are written, and these."""
+    """Returns rows, bf16 [3, PITCH], of which the first WIDTH columns are written, and these columns."""
     rows = torch.empty(3, PITCH, dtype=torch.bfloat16, device=device)
     values = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
     rows[:, :WIDTH] = values.to(device)

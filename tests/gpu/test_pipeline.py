@@ -232,7 +232,7 @@ def test_sums_of_packed_rows_equal_the_cpu(device, dtype, prob_dtype, hidden):
 @pytest.mark.parametrize("rank", [0, 70, 299])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64, kernels.WireFormat.FP8])
 def test_parts_of_any_number_of_ranks_are_summed(device, kind, rank):
-    """As a reduce-scatter has them: in one buffer, but for this rank's own."""
+    """Parts lie as a reduce-scatter has them: in one buffer, but for this rank's own."""
     generator = torch.Generator().manual_seed(rank)
     rows = torch.randn(300 * 2, 64, generator=generator)
     if isinstance(kind, torch.dtype):

@@ -29,7 +29,7 @@ MB = 10**6
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    """EP 4 on one node, on which everything costs something."""
+    """A profile of EP 4 on one node, on which everything costs something."""
     return write_profile(tmp_path / "cluster.json", World((0, 0, 0, 0), ep=4), (4,))
 
 
@@ -47,14 +47,14 @@ def write_profile(file: Path, world: World, workers: tuple[int, ...]) -> Path:
 
 
 class AllAlike(dict[str, float]):
-    """Any variant's step takes a second: what is tried does not depend on how busy the machine is."""
+    """Times by which any variant's step takes a second: what is tried does not depend on how busy the machine is."""
 
     def __missing__(self, variant: str) -> float:
         return 1.0
 
 
 class FasterWithMoves(AllAlike):
-    """But those whose samples move are fastest."""
+    """Times by which variants whose samples move are fastest, and all others alike."""
 
     def __missing__(self, variant: str) -> float:
         return 0.5 if variant.startswith("netmoe") else super().__missing__(variant)
@@ -71,7 +71,7 @@ def train(
     learnt: int | None = None,
     **config: Any,
 ) -> dict[str, Any]:
-    """Losses of steps of one micro-batch, where `config` has no other number, and what `auto` did.
+    """Returns the losses of steps of one micro-batch, where `config` has no other number, and what `auto` did.
 
     Args:
         stops: the run ends behind the first step whose samples move; another one goes on from its state.
@@ -426,7 +426,7 @@ def test_layers_of_unlike_sizes_run_each_its_own(ranks, profile):
 
 
 class Turning(dict[str, float]):
-    """What steps take, until what was chosen takes three times as long."""
+    """The times of steps, until what was chosen takes three times as long."""
 
     def __init__(self, choice: str, **seconds: float) -> None:
         super().__init__(seconds)
@@ -455,7 +455,7 @@ def train_while_times_turn(file: Path) -> dict[str, Any]:
 
 
 def test_it_plans_anew_when_steps_take_longer_than_when_it_was_chosen(ranks, tmp_path):
-    """By the plan.json again: what it plans runs first. Stock is tried too, of which nothing was kept."""
+    """It goes by the plan.json again: what that plans runs first. Stock is tried too, of which nothing was kept."""
     found = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 1.0, 1) for name in TURNED)
     Plan(dict.fromkeys((1, 2), "mpmoe:2"), found, "a cluster", ep=4, etp=1, experts=8).save(tmp_path / "plan.json")
     answers = ranks.run(train_while_times_turn, file=tmp_path / "plan.json")
@@ -467,7 +467,7 @@ def test_it_plans_anew_when_steps_take_longer_than_when_it_was_chosen(ranks, tmp
 
 
 def train_while_routers_learn(file: Path) -> dict[str, Any]:
-    """At the second look samples have come to differ. The cluster is taken to be as the file says."""
+    """Trains so that samples have come to differ at the second look. The cluster is taken to be as the file says."""
     from megatron_moe_opt.integration.auto.auto_layer import Controller
     from megatron_moe_opt.integration.auto.own_profile import OwnProfile
 

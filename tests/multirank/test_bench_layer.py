@@ -45,7 +45,7 @@ def _settings(**changes: Any) -> LayerSettings:
 
 
 def _run(settings):
-    """The report of this rank."""
+    """Returns the report of this rank."""
     from megatron_moe_opt.cli.layer.bench import run
 
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
@@ -204,7 +204,9 @@ def _rates():
 
 
 def _experts_in_turns():
-    """Bytes of the experts that a compressed variant's step sends: alone, and after a step of a whole one."""
+    """Returns the bytes of the experts that a compressed variant's step sends: alone, and
+    after a step of a whole one.
+    """
     from megatron_moe_opt.cli.ranks import parallel_layer
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
     from megatron_moe_opt.topology.nodes import NodeMap

@@ -16,7 +16,7 @@ from tools.points import file_of, found_at, time_points
 
 
 def test_forty_points_of_five_shapes():
-    """At least two with cut experts, and two of which tokens have four experts or more, as is asked."""
+    """There are at least two with cut experts, and two of which tokens have four experts or more, as is asked."""
     assert len({one.name for one in POINTS}) == len(POINTS) == 40 and len(SHAPES) == 5
     assert sum(one.layer.expert_tp > 1 for one in SHAPES) >= 2 and sum(one.layer.topk >= 4 for one in SHAPES) >= 2
     for shape in SHAPES:
@@ -57,7 +57,7 @@ def test_a_point_is_judged_by_the_medians_of_its_rounds(tmp_path):
 
 
 def _measured(sizes, device):
-    """In a profile's place: with rates of links, which known clusters have none of."""
+    """Replaces a profile: a described cluster with rates of links, which known clusters have none of."""
     cluster = described(sizes, device)
     rates = {(Kind.SEND_RECEIVE, link): ((2**20, 1e-3),) for link in (EVERY_RANK, INSIDE)}
     return replace(cluster, curves={**cluster.curves, **rates})

@@ -39,7 +39,9 @@ def checkpointed(module: Any) -> None:
 
 
 def worst_errors(where: str) -> dict[str, tuple[float, str]]:
-    """Of two passes, whose backward passes come after both, against stock's without checkpoint."""
+    """Returns the worst errors of two passes, whose backward passes come after both, against
+    stock's without checkpoint.
+    """
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel

@@ -58,7 +58,7 @@ def follow_token_counts(profile: Path, other_ranks_profile: Path) -> list[tuple[
 
 @pytest.mark.parametrize("others_have", ["the file", "none"])
 def test_ranks_choose_alike_and_again_when_the_token_count_changes(ranks, profile, tmp_path, others_have):
-    """By the file of the first rank of the layer's groups."""
+    """All ranks choose by the file of the first rank of the layer's groups."""
     profile.write_text(profile.read_text().replace("0.101", "10.1"))  # so slow that 640 tokens are many
     elsewhere = profile if others_have == "the file" else tmp_path / "elsewhere.json"
     first, *others = ranks.run(follow_token_counts, profile=profile, other_ranks_profile=elsewhere)
@@ -153,7 +153,7 @@ def judge_partitions(profile: Path, budget: int | None) -> list[Any]:
 
 
 def test_bench_choice_judges_partitions_and_memory_reuse(ranks, tmp_path):
-    """Without a budget, and with one that only three partitions in shared buffers fit."""
+    """It judges without a budget, and with one that only three partitions in shared buffers fit."""
     file = tmp_path / "cluster.json"
     kinds = [(Kind.ALL_TO_ALL, "ep"), *((kind, None) for kind in (Kind.COPY, Kind.OFFLOAD, Kind.PREFETCH))]
     gemm = ExpertGemm(32, 16, "fp32", ((16, 1e-3),))

@@ -49,7 +49,7 @@ def imposed_map(routing: str, tokens: int, experts: int, topk: int, generator: t
 
 
 def run_layer(layer: Any, hidden: torch.Tensor, steps: int) -> dict[str, torch.Tensor]:
-    """Output, input gradient and weight gradients after `steps` forward and backward passes."""
+    """Returns output, input gradient and weight gradients after `steps` forward and backward passes."""
     results = {}
     for step in range(steps):
         hidden_states = hidden.detach().clone().requires_grad_()
@@ -69,7 +69,9 @@ def compare(
     steps: int = 1,
     options: Options | None = None,
 ) -> dict[str, Any]:
-    """On every rank: relative error of each result (norm of the difference over the norm), and if all are equal."""
+    """Returns, on every rank, the relative error of each result (norm of the difference over the
+    norm), and if all are equal.
+    """
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
@@ -134,7 +136,7 @@ CASES = [
     ("tp2-ep4", {}, "skewed"),
     *(("ep4", {}, routing) for routing in ("hot", *RAGGED)),
 ]
-"""Of `monta` in one piece; test_monta_levels.py has its chunks, under more settings."""
+"""Cases of `monta` in one piece; test_monta_levels.py has its chunks, under more settings."""
 
 
 def case_id(case: tuple) -> str:

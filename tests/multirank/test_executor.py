@@ -48,7 +48,9 @@ def random_schedule(seed: int) -> Schedule:
 
 
 def bind(schedule: Schedule, buffers: dict[str, torch.Tensor], groups: dict[str, Any]) -> list[Steps]:
-    """Collectives of uneven counts that depend on the chunk; what they do not write stays as it was."""
+    """Binds a schedule to collectives of uneven counts that depend on the chunk; what they do
+    not write stays as it was.
+    """
     from megatron_moe_opt.kernels import ChunkList
 
     bound = []
@@ -85,7 +87,7 @@ def run_here(schedule: Schedule, bound: list[Steps]) -> None:
 
 
 def one_after_another(schedule: Schedule, bound: list[Steps]) -> None:
-    """The ops in the schedule's order, each a run of its own."""
+    """Runs the ops in the schedule's order, each in a run of its own."""
     for op, step in zip(schedule.ops, bound, strict=True):
         alone = Op(op.kind, op.lane, op.chunk, op.size, (), op.reads, op.writes, op.group)
         run_here(Schedule("one op", (alone,), op.reads), [step])
@@ -261,7 +263,9 @@ def test_wrong_programs_are_refused_before_they_run(ranks):
 
 
 def ranges() -> list[tuple[str, float, float]]:
-    """What torch.profiler shows of a pass of a layer, forward and backward: names, and when they begin and end."""
+    """Returns what torch.profiler shows of a pass of a layer, forward and backward: names, and
+    when they begin and end.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -10,23 +10,23 @@ from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
 
 LOCAL, RATIO = 2, 8.0
 NUMEL = 1003
-"""Of an expert: no multiple of the ranks."""
+"""The elements of an expert: no multiple of the ranks."""
 
 
 def of_all_ranks(experts: torch.Tensor) -> torch.Tensor:
-    """[ranks, LOCAL, NUMEL]."""
+    """Gathers the experts of all ranks, [ranks, LOCAL, NUMEL]."""
     gathered = [torch.empty_like(experts) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, experts)
     return torch.stack(gathered)
 
 
 def mean_of(experts: torch.Tensor) -> torch.Tensor:
-    """Of [ranks, LOCAL, NUMEL], in rank order: float32 [NUMEL]."""
+    """Returns the mean of experts [ranks, LOCAL, NUMEL], in rank order: float32 [NUMEL]."""
     return sum(of_rank.float().sum(0) / (len(experts) * LOCAL) for of_rank in experts)
 
 
 def one_message(expert: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """What is held of an expert after a message, of which `base` was held before."""
+    """Returns what is held of an expert after a message, where `base` was held before it."""
     residual = expert.float() - base.float()
     ranking = residual.abs().sort(descending=True, stable=True).indices
     places = ranking[: kept_entries(expert.numel(), expert.dtype, RATIO)]
@@ -36,7 +36,7 @@ def one_message(expert: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def follow(dtype: torch.dtype, interval: int) -> None:
-    """Six messages and, after a restart, as many again: what is held is what the rules say, bit for bit."""
+    """Sends six messages and, after a restart, as many again: what is held is what the rules say, bit for bit."""
     group, rank = dist.new_group(), dist.get_rank()
     shared = MeanExpert(LOCAL, group, interval)
     codec = TrackedExperts(LOCAL, RATIO, shared)
@@ -68,7 +68,7 @@ def follow(dtype: torch.dtype, interval: int) -> None:
 
 
 def follow_all() -> None:
-    """The cases of `follow`."""
+    """Runs the cases of `follow`."""
     follow(torch.float32, 1)
     follow(torch.bfloat16, 3)
 

@@ -22,7 +22,7 @@ MB = 10**6
 
 
 def save(file: Path, workers: tuple[int, ...] = LEVELS) -> Path:
-    """EP 4 on levels of 1 MB/s and of 100 MB/s."""
+    """Saves a profile of EP 4 on levels of 1 MB/s and of 100 MB/s."""
     curves = {}
     for level, ranks in realisable_groups(workers):
         line = ((1, 1e-5), (100 * MB, (100.0, 1.0)[level]))
@@ -34,7 +34,7 @@ def save(file: Path, workers: tuple[int, ...] = LEVELS) -> Path:
 
 
 def chosen(profile: Path, numbers: tuple[int, ...] = (4, 2000), ratio: float | None = None) -> list[tuple[int, ...]]:
-    """Domain sizes of layers whose first pass has so many tokens; gradients are compressed by the ratio."""
+    """Returns domain sizes of layers whose first pass has so many tokens; gradients are compressed by the ratio."""
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
@@ -84,7 +84,7 @@ def test_a_profile_without_the_groups_of_domains_is_refused(ranks, tmp_path):
 
 
 def measured() -> dict[str, list[int]]:
-    """Ranks of the group in which each load of `moe-opt profile --domains` runs, on 2 x 2 ranks."""
+    """Returns the ranks of the group in which each load of `moe-opt profile --domains` runs, on 2 x 2 ranks."""
     from megatron_moe_opt.integration.measuring.domain_moves import domain_groups_of, domain_moves
     from megatron_moe_opt.integration.measuring.loads import Rows
 
@@ -107,7 +107,7 @@ def test_profile_measures_every_group_of_domains(ranks):
 
 
 def measured_once() -> list[bool]:
-    """Of the loads whose group is that of all ranks of EP, whether they run in the group that is there."""
+    """Returns whether the loads whose group is that of all ranks of EP run in the group that is there."""
     from megatron_moe_opt.integration.measuring.domain_moves import domain_groups_of
 
     with domain_groups_of(dist.group.WORLD, (4,)) as groups:

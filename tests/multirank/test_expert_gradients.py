@@ -17,7 +17,9 @@ DOMAINS = [((4,), (4,)), ((2, 2), (2, 1)), ((2, 2), (2, 2))]
 
 
 def step(layer: Any, seed: int) -> None:
-    """Forward and backward of two micro-batches, of different sizes of gradients; in odd steps they return together."""
+    """Runs forward and backward of two micro-batches, of different sizes of gradients; in odd
+    steps they return together.
+    """
     outputs = [layer(hidden_states(2 * seed + number))[0] for number in range(2)]
     with step_of(1 + seed % 2):
         outputs[0].square().mean().backward()
@@ -25,7 +27,7 @@ def step(layer: Any, seed: int) -> None:
 
 
 def gradient(layer: Any) -> torch.Tensor:
-    """[numel] of this rank's experts."""
+    """Returns the gradient [numel] of this rank's experts."""
     weights = layer.token_dispatcher.dispatcher.migrated.weights
     flat = torch.empty(weights.numel)
     weights.flatten([parameter.grad for parameter in weights.parameters], flat)
@@ -33,7 +35,7 @@ def gradient(layer: Any) -> torch.Tensor:
 
 
 def not_sent(layer: Any) -> torch.Tensor:
-    """[numel]: what all ranks keep that this rank has not got. A collective call."""
+    """Returns what all ranks keep that this rank has not got, [numel]. A collective call."""
     migrated = layer.token_dispatcher.dispatcher.migrated
     pending = torch.zeros(4, migrated.weights.numel, device=migrated.weights.parameters[0].device)
     groups = migrated.communicator._groups.values()
@@ -49,7 +51,7 @@ def not_sent(layer: Any) -> torch.Tensor:
 
 
 def all_entries(domains: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """The same bits as whole gradients, and stock's to rounding."""
+    """Checks that there are the same bits as for whole gradients, and stock's to rounding."""
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
@@ -70,7 +72,7 @@ def test_all_entries_are_whole_gradients(ranks):
 
 
 def late(domains: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[list[float]]:
-    """What is missing, and what is missing with what the others keep, of the gradient of each step's sum."""
+    """Returns what is missing, and what is missing with what the others keep, of the gradient of each step's sum."""
     from tests.ranks.megatron import parallel
 
     found = []
@@ -101,7 +103,7 @@ def test_what_arrived_and_what_is_kept_is_the_whole_gradient(ranks):
 
 
 def sent() -> dict[float | None, tuple[int, int]]:
-    """Messages and bytes of gradients, by ratio."""
+    """Returns messages and bytes of gradients, by ratio."""
     from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
     from megatron_moe_opt.topology.nodes import NodeMap
     from tests.ranks.megatron import parallel
@@ -128,7 +130,9 @@ def test_bytes_are_those_of_the_ratio(ranks):
 
 
 def overflow() -> None:
-    """Owners hear of a gradient that is not finite; then it is forgotten. After a skipped step everything is."""
+    """Checks that owners hear of a gradient that is not finite; then it is forgotten. After a
+    skipped step everything is.
+    """
     from megatron_moe_opt.integration.optimizer_step import step_ended
     from tests.ranks.megatron import parallel
 

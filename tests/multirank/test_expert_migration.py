@@ -115,7 +115,7 @@ def layers(
     dispatcher: str = "expert-migration",
     **options: Any,
 ) -> tuple[list[Any], list[Any]]:
-    """As many layers of stock `alltoall` as of ours, with equal weights; call it inside `parallel`."""
+    """Builds as many layers of stock `alltoall` as of ours, with equal weights; call it inside `parallel`."""
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config
@@ -140,7 +140,7 @@ def relative(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def write_weights(layer: Any, factor: float) -> None:
-    """As a distributed optimizer does: past the parameters, whose version counters do not count it."""
+    """Writes weights as a distributed optimizer does: past the parameters, whose version counters do not count it."""
     for parameter in layer.experts.parameters():
         version = parameter._version
         parameter.data.mul_(factor)
@@ -148,8 +148,8 @@ def write_weights(layer: Any, factor: float) -> None:
 
 
 def gathers_of(step: Any, collective: str = "all_gather") -> int:
-    """Gathers of experts, or returns of their gradients, that this rank takes part in while `step` runs, over the
-    levels.
+    """Returns how many gathers of experts, or returns of their gradients, this rank takes part in while
+    `step` runs, over the levels.
     """
     from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
     from megatron_moe_opt.topology.nodes import NodeMap
@@ -165,7 +165,7 @@ def gathers_of(step: Any, collective: str = "all_gather") -> int:
 
 
 def micro_batches() -> None:
-    """Forward, forward, backward, backward; weights are written; evaluation, forward and backward again."""
+    """Runs forward, forward, backward, backward; writes weights; evaluates; runs forward and backward again."""
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
@@ -196,7 +196,7 @@ def test_experts_travel_once_for_all_micro_batches_and_again_when_weights_are_wr
 
 
 def slow_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathers of experts take a while, on some ranks longer."""
+    """Has gathers of experts take a while, on some ranks longer."""
     import time
 
     from megatron_moe_opt.runtime.engine import steps
@@ -248,8 +248,8 @@ def test_experts_are_sent_ahead_and_compared_when_used(ranks):
 
 
 def bounded(ahead: int, sizes: tuple[int, ...] = (2, 2), **options: Any) -> None:
-    """Four layers, experts of `ahead` + 1 of them in memory: equal to stock, whatever passes are under way, and where
-    ranks have no rows.
+    """Compares four layers, experts of `ahead` + 1 of them in memory, with stock: equal whatever passes are under way,
+    and where ranks have no rows.
     """
     from tests.ranks.megatron import parallel
 
@@ -266,7 +266,7 @@ def bounded(ahead: int, sizes: tuple[int, ...] = (2, 2), **options: Any) -> None
         patch.setattr(residents, "use", use_within_bound)
 
         def resident() -> int:
-            """Gathers that are here or on their way; what was dropped is in nobody's hands."""
+            """Returns the number of gathers that are here or on their way; what was dropped is in nobody's hands."""
             held = [one._arrived for one in migrated if one._arrived is not None]
             here = [one for one in held if one.arrive is not None]
             assert all(one in here or one._experts is None or one._experts() is None for one in held)
@@ -321,8 +321,8 @@ def test_experts_beyond_the_bound_are_gathered_again(ranks, settings):
 
 
 def bounded_and_compressed(**options: Any) -> None:
-    """Four layers, experts of two in memory: the same bits as where all stay, and no message more. What is kept of
-    experts and of gradients is on the host, to the byte.
+    """Compares four layers, experts of two in memory, with ones where all stay: the same bits, and no message more.
+    What is kept of experts and of gradients is on the host, to the byte.
     """
     from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
     from megatron_moe_opt.runtime.travelling_experts.step_passes import step_of
@@ -385,7 +385,7 @@ def test_a_bound_on_compressed_experts_has_them_wait_on_the_host(ranks, settings
 
 
 def traffic(sizes: tuple[int, ...], levels: tuple[int, ...], nodes: tuple[int, ...]) -> dict[str, Any]:
-    """Messages and bytes of a step by collective and group; and the copies a token a node would need."""
+    """Returns messages and bytes of a step by collective and group; and the copies a token a node would need."""
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
@@ -438,7 +438,7 @@ def test_a_token_crosses_to_a_node_once(eight_ranks, sizes):
 
 
 def dead_layers() -> None:
-    """Layers that garbage collection has found on some ranks only are not waited for."""
+    """Checks that layers which garbage collection has found on some ranks only are not waited for."""
     import gc
 
     from tests.ranks.megatron import parallel
@@ -466,7 +466,7 @@ def test_layers_that_are_gone_are_not_sent(ranks):
 
 
 def next_model() -> None:
-    """Layers of a model that is gone, which live on on all ranks, are not sent with the next model's."""
+    """Checks that layers of a model that is gone, which live on on all ranks, are not sent with the next model's."""
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
@@ -500,7 +500,7 @@ def test_a_model_that_is_gone_is_not_sent_with_the_next_one(ranks):
 
 
 def order_of_returns() -> list[str]:
-    """What is begun in the backward passes of three layers, in turn, where experts of two stay."""
+    """Returns what is begun in the backward passes of three layers, in turn, where experts of two stay."""
     from megatron_moe_opt.runtime.rows import expert_exchange
     from megatron_moe_opt.runtime.travelling_experts.expert_communicator import ExpertCommunicator
     from tests.ranks.megatron import parallel
@@ -581,7 +581,7 @@ def test_weights_are_compared_once_a_step_and_once_a_pass_outside_of_steps(ranks
 
 
 def grouped(recompute: bool) -> None:
-    """TEGroupedMLP: one call for the experts of all owners, and results of stock."""
+    """Checks TEGroupedMLP: one call for the experts of all owners, and results of stock."""
     from megatron_moe_opt.integration.layer import moe_layer
     from tests.ranks.grouped_experts import with_grouped_experts
 
@@ -611,7 +611,9 @@ def test_experts_of_all_owners_are_one_grouped_call(ranks, recompute):
 
 
 def hooks_after_trials() -> tuple[int, int, int]:
-    """Hooks on the experts of a layer before, with and after a dispatcher whose experts travelled compressed."""
+    """Returns the hooks on the experts of a layer before, with and after a dispatcher whose
+    experts travelled compressed.
+    """
     from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.integration.registry import _groups_of, _plug
@@ -649,7 +651,7 @@ def test_no_hooks_stay_of_dispatchers_that_are_forgotten(ranks):
 
 
 def coded_in(residuals: str) -> set[tuple[str, str]]:
-    """What encodes and decodes experts that travel compressed, and in which threads."""
+    """Returns what encodes and decodes experts that travel compressed, and in which threads."""
     import threading
 
     from megatron_moe_opt.runtime.travelling_experts import expert_codec

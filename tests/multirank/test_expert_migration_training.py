@@ -71,8 +71,8 @@ def accumulated(
     between_nodes: bool = False,
     **settings: Any,
 ) -> tuple[int, list[torch.Tensor]]:
-    """How often gradients of experts were returned in a step, after one in which nothing is to be returned; and what
-    DDP has of all gradients afterwards.
+    """Returns how often gradients of experts were returned in a step, after one in which nothing is to be returned; and
+    what DDP has of all gradients afterwards.
 
     Args:
         aligned: DDP is told to begin with its reductions, after the last pass (--align-grad-reduce).
@@ -143,7 +143,9 @@ def test_gradients_wait_for_the_last_pass_on_the_host_or_in_as_many_layers_as_ex
 
 
 def sent_at_the_begin_of_a_step(**settings: Any) -> None:
-    """The weights of a step are under way before its first pass, and are the right ones; after the last step none."""
+    """Checks that the weights of a step are under way before its first pass, and are the right ones;
+    after the last step none.
+    """
     import megatron_moe_opt
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
@@ -175,7 +177,9 @@ def test_experts_are_sent_when_an_optimizer_step_begins(ranks, bf16):
 
 
 def messages_at_the_begin_of_a_step() -> None:
-    """Those of all layers, of which as many are decoded as may be ahead; only so many where weights come late."""
+    """Checks that the messages of all layers are sent, of which as many are decoded as may be ahead; only so many
+    where weights come late.
+    """
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
@@ -214,7 +218,9 @@ def test_messages_of_all_layers_are_sent_when_a_step_begins(ranks):
 
 
 def largest_weights() -> float:
-    """What comes out with migrated experts as the codec gives them back; and by hand."""
+    """Checks what migrated experts are as the codec gives them back: their largest entries, found by hand. Returns how
+    many times as many bytes they have as travel.
+    """
     from megatron_moe_opt.runtime.travelling_experts.expert_codec import kept_entries
     from tests.ranks.megatron import parallel
 
@@ -249,8 +255,8 @@ def change(layer: torch.nn.Module, by: float) -> None:
 
 
 def tracked(settings: dict[str, Any]) -> tuple[float, float, list[float]]:
-    """What the others hold, the same on all of them: its distance from the owners' weights before and after these were
-    loaded, and while messages follow one another after they had changed.
+    """Returns the distance of what the others hold, the same on all of them, from the owners' weights: before and after
+    these were loaded, and while messages follow one another after they had changed.
     """
     from tests.ranks.megatron import parallel
 
@@ -321,7 +327,7 @@ def test_losses_with_all_residuals_and_a_bound_are_those_of_stock(ranks, residua
 
 
 def straight_through() -> None:
-    """Gradients reach the owner as if its weights had travelled whole."""
+    """Checks that gradients reach the owner as if its weights had travelled whole."""
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):

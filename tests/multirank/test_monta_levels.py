@@ -34,7 +34,7 @@ LAYOUTS = [(tp, ep) for tp in (1, 2, 4) for ep in (1, 2, 4) if tp * ep <= 8]
 
 
 def inputs_of_experts(layer: Any) -> list[torch.Tensor]:
-    """Grows by what the experts are given: tokens, rows per expert, probabilities."""
+    """Returns a list that grows by what the experts are given: tokens, rows per expert, probabilities."""
     seen: list[torch.Tensor] = []
     layer.experts.register_forward_pre_hook(lambda _, args: seen.extend(tensor.detach().clone() for tensor in args))
     return seen
@@ -123,7 +123,7 @@ def test_bf16_in_chunks_is_within_the_contract(ranks, router_dtype):
 
 
 def pool_misses(steps: int) -> list[int]:
-    """Buffers that had to be made anew in each step."""
+    """Returns the number of buffers that had to be made anew in each step."""
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.kernels import host_pool

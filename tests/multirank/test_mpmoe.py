@@ -22,13 +22,15 @@ from tests.multirank.test_parm import FORCED, GATED, JITTER, PER_TOKEN, SINKHORN
 SEQUENCE, BATCH = 24, 3
 COUNTS = (2, 3, 8)
 ALL = [(1, "S1"), *((count, strategy) for count in COUNTS for strategy in STRATEGIES)]
-"""In one partition all strategies are the same."""
+"""All variants; in one partition all strategies are the same."""
 SOME = [(1, "S1"), (3, "none"), (4, "S2"), (3, "S3"), (8, "S4")]
 GATED_GELU = {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}
 
 
 def passes(layer: Any, hidden: torch.Tensor, steps: int) -> dict[str, torch.Tensor]:
-    """Outputs, input gradients and weight gradients of `steps` forward passes, whose backward passes come after all."""
+    """Returns outputs, input gradients and weight gradients of `steps` forward passes, whose
+    backward passes come after all.
+    """
     layer.zero_grad()
     inputs = [(hidden * (1 + step)).detach().requires_grad_() for step in range(steps)]
     outputs = [layer(one)[0] for one in inputs]
@@ -54,7 +56,8 @@ def worst_errors(
     way: str | None = None,
     widened: bool = False,
 ) -> dict[tuple[int, str], tuple[float, str]]:
-    """For each variant the largest relative error of a result (norm of the difference over the norm), and its name.
+    """Returns, for each variant, the largest relative error of a result (norm of the difference over the norm), and its
+    name.
 
     `widened`: its experts return float32, whatever they are given.
 
@@ -100,7 +103,7 @@ def worst_errors(
 
 
 def route_nothing(layer: Any) -> None:
-    """No token of this rank gets an expert, whatever the layer was told before."""
+    """Has no token of this rank get an expert, whatever the layer was told before."""
     stock = layer.router.forward
 
     def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,8 +155,9 @@ class slow_copies:
 
 
 def frozen_experts(strategies: tuple[str, ...]) -> dict[str, tuple[float, int, int]]:
-    """By strategy: the largest error of a layer whose experts' first matrices are frozen; bytes that it and a layer
-    that trains all of them copy to the host."""
+    """Returns, by strategy, the largest error of a layer whose experts' first matrices are frozen, and the bytes that
+    it and a layer that trains all of them copy to the host.
+    """
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
@@ -316,7 +320,7 @@ def test_rows_to_all_shards_at_once_in_layouts_and_workloads(ranks, layout, sett
 
 
 def collectives_of(way: str) -> set[str]:
-    """Of a layer's forward and backward pass, whose experts are cut."""
+    """Returns the collectives of a layer's forward and backward pass, whose experts are cut."""
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.runtime.observed.traffic import TrafficCounter

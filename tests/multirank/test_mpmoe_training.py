@@ -163,7 +163,7 @@ def held_after_a_pass(strategy: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nothing_stays_behind(ranks, strategy):
-    """After a step, nor after a forward pass that is thrown away: what it saved is no cycle."""
+    """Nothing is left after a step, nor after a forward pass that is thrown away: what it saved is no cycle."""
     for device, host in ranks.run(held_after_a_pass, strategy=strategy):
         assert device < 20_000  # auxiliary losses that Megatron tracks; a partition's rows are 20 times as much
         assert host == 0

@@ -62,7 +62,7 @@ def _biased(router: Any, bias: torch.Tensor) -> Any:
 
 
 def at_random(on_device: np.ndarray, devices: np.ndarray, device_node: np.ndarray, capacity: np.ndarray) -> np.ndarray:
-    """In the place of the solver: the same wherever the same is asked."""
+    """Replaces the solver: places samples at random, but the same wherever the same is asked."""
     stay = np.repeat(devices, capacity)
     generator = np.random.default_rng(int(on_device[0].dot(devices + 1)))
     while ((places := generator.permutation(stay)) == stay).all():
@@ -71,7 +71,9 @@ def at_random(on_device: np.ndarray, devices: np.ndarray, device_node: np.ndarra
 
 
 def forget(model: Any) -> None:
-    """What predictions have learnt: with it samples are placed otherwise, and gradients summed in another order."""
+    """Forgets what predictions have learnt: with it samples are placed otherwise, and gradients
+    summed in another order.
+    """
     for module in model.modules():
         placement = getattr(getattr(getattr(module, "token_dispatcher", None), "dispatcher", None), "placement", None)
         if placement is not None:
@@ -83,7 +85,9 @@ def gradients(trained: Any) -> dict[str, torch.Tensor]:
 
 
 def resize(trained: Any, samples: int, tokens: int) -> None:
-    """Micro-batches of so many samples, cut to so many tokens, each with a causal mask of its own, from now on."""
+    """Has micro-batches have so many samples, cut to so many tokens, each with a causal mask
+    of its own, from now on.
+    """
     trained.micro_batch = samples
     stock_batch = type(trained).batch
 
@@ -97,7 +101,7 @@ def resize(trained: Any, samples: int, tokens: int) -> None:
 
 
 def run(trained: Any) -> dict[str, torch.Tensor]:
-    """Losses, gradients and changed biases of experts of one step."""
+    """Returns losses, gradients and changed biases of experts of one step."""
     trained.model.zero_grad_buffer()
     losses = trained.forward_backward()
     results = gradients(trained)
@@ -109,7 +113,9 @@ def run(trained: Any) -> dict[str, torch.Tensor]:
 
 
 def compare(cases: list[dict[str, Any]]) -> list[tuple[float, str, int]]:
-    """For each case: the largest relative error and of what, and the number of samples that changed their place."""
+    """Returns, for each case, the largest relative error and of what, and the number of samples
+    that changed their place.
+    """
     return [compare_case(**case) for case in cases]
 
 

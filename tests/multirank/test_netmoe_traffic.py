@@ -161,7 +161,9 @@ def refusals() -> list[str]:
 
 
 def kept_at_home() -> tuple[list[bool], float]:
-    """Whether samples move in passes with causal masks and with one rank's unlike, under `auto`, and its error."""
+    """Returns whether samples move in passes with causal masks and with one rank's unlike,
+    under `auto`, and its error.
+    """
     from megatron_moe_opt.integration.layer import netmoe_layer
     from tests.ranks.megatron import parallel
 

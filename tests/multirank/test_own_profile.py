@@ -24,7 +24,7 @@ SMALL = (4096, 16384)
 
 @contextmanager
 def short_measurements(arguments: Any = None):
-    """Of few and small sizes; Megatron-LM's `arguments`. Yields what is said."""
+    """Has measurements take few and small sizes; `arguments` are Megatron-LM's. Yields what is said."""
     from megatron_moe_opt.integration.auto import own_profile
     from megatron_moe_opt.integration.measuring import loads, measure, meter
 

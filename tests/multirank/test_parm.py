@@ -67,7 +67,7 @@ def phases_of_any_size() -> Iterator[None]:
 
 
 def gather_over_tp(part: torch.Tensor) -> torch.Tensor:
-    """The parts of the TP ranks, one behind another."""
+    """Gathers the parts of the TP ranks, one behind another."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group()
@@ -77,7 +77,9 @@ def gather_over_tp(part: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_tp(grad: torch.Tensor) -> torch.Tensor:
-    """What Megatron does with gradients of replicated weights at the end of a sequence-parallel step."""
+    """Sums gradients over TP, as Megatron does with those of replicated weights at the end of
+    a sequence-parallel step.
+    """
     from megatron.core import parallel_state
 
     total = grad.clone()

@@ -67,7 +67,7 @@ def chosen(profile: Path, other_ranks_profile: Path, tp: int, sequence_parallel:
     ],
 )
 def test_ranks_choose_the_fastest_alike(ranks, tmp_path, fast, sequence_parallel, expected, others_have):
-    """By the file of the first rank of the layer's groups."""
+    """All ranks choose by the file of the first rank of the layer's groups."""
     file = save(tmp_path / "cluster.json", fast)
     elsewhere = file if others_have == "the file" else tmp_path / "elsewhere.json"
     arguments = {"profile": file, "other_ranks_profile": elsewhere, "sequence_parallel": sequence_parallel}

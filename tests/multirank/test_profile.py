@@ -150,7 +150,7 @@ class _Played:
 
 
 def _made_up():
-    """What is measured where an op takes as many milliseconds as it has bytes, and twice that on rank 2."""
+    """Returns what is measured where an op takes as many milliseconds as it has bytes, and twice that on rank 2."""
     from megatron_moe_opt.integration.measuring import meter
 
     slow = 2 if dist.get_rank() == 2 else 1
@@ -188,8 +188,8 @@ def _made_up():
 
 
 def _disturbed_ends(meter, played, load):
-    """Where the largest size is disturbed: only the first time, when no time is left; always; and not disturbed, but
-    slow, of a load that training moves as a whole.
+    """Measures where the largest size is disturbed: only the first time, when no time is left; always; and not
+    disturbed, but slow, of a load that training moves as a whole.
     """
     undisturbed = played.cost
     for disturbed, is_whole in ((meter.LEAST_OPS, False), (math.inf, False), (math.inf, True)):
@@ -205,7 +205,9 @@ def _disturbed_ends(meter, played, load):
 
 
 def _disturbed_curve(meter, played, load):
-    """Where the first measurement of an op of 40 bytes, and all of 10 bytes, are disturbed; and what noise is left."""
+    """Measures where the first measurement of an op of 40 bytes, and all of 10 bytes, are
+    disturbed; and what noise is left.
+    """
     undisturbed, measurements = played.cost, count()
 
     def cost(op):
@@ -220,7 +222,9 @@ def _disturbed_curve(meter, played, load):
 
 
 def _bulge(meter, played, load):
-    """Where every op takes 40 ms besides, and the first measurement of 20 bytes is disturbed: none is slower a byte."""
+    """Measures where every op takes 40 ms besides, and the first measurement of 20 bytes is
+    disturbed: none is slower a byte.
+    """
     undisturbed, measurements = played.cost, count()
     disturbed = meter.LEAST_OPS
     played.cost = lambda op: 0.04 + undisturbed(op) + 0.03 * (op.size == 20 and next(measurements) < disturbed)
@@ -274,7 +278,9 @@ def test_saa_is_compared_with_its_collectives_one_after_the_other(ranks):
 
 
 def _partition_overhead(hidden: int, step: float) -> tuple[list[int], int, float]:
-    """Experts of the layers that it builds, the steps that it runs, and what it finds; each step takes so long."""
+    """Returns the experts of the layers that it builds, the steps that it runs, and what it finds;
+    each step takes so long.
+    """
     from types import SimpleNamespace
 
     from megatron_moe_opt.integration.measuring import meter

@@ -35,7 +35,7 @@ def recipes() -> Iterator[None]:
 
 @contextmanager
 def largest_file(size: int, on_rank: int) -> Iterator[None]:
-    """As a full disk would, one rank's files end at `size` bytes, those of its writing processes too."""
+    """Has one rank's files end at `size` bytes, as on a full disk, those of its writing processes too."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == on_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))

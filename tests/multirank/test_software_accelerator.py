@@ -90,7 +90,7 @@ def on_accelerator(
 
 
 def change(layer: Any) -> Any:
-    """The layer, with other weights: as after an optimizer's step."""
+    """Gives the layer other weights, as an optimizer's step does, and returns it."""
     for parameter in layer.parameters():
         parameter.data.mul_(1.1)
     return layer
@@ -116,7 +116,7 @@ def train(layer: Any, hidden: list[torch.Tensor], passed: Any = lambda: None) ->
 
 TP, TP_EP4 = {"tp": 2, "ep": 2, "etp": 2}, {"tp": 2, "ep": 4, "etp": 1}
 TP_BEYOND = {"tp": 4, "ep": 2, "etp": 1}
-"""Of a TP group two ranks are in another group of experts."""
+"""A layout in which two ranks of a TP group are in another group of experts."""
 REPLICATED = {"sequence_parallel": False}
 HOPS, ONE, ALL = ({"network_levels": (2, 2), "domain_sizes": sizes} for sizes in ((1, 1), (2, 1), (2, 2)))
 IN_HOPS = {"way": "hops", "network_levels": (2, 2)}
@@ -352,7 +352,7 @@ def test_a_place_that_is_left_out_is_missed(ranks, library, file):
 
 
 def received(library: Path, how: str, waits: bool) -> tuple[Any, list[str]]:
-    """What rank 1 has of rank 0's number, and what it does wrong if it does not wait for it."""
+    """Returns what rank 1 has of rank 0's number, and what it does wrong if it does not wait for it."""
     from tests.accelerator.device import accelerator
 
     rank, works = dist.get_rank(), []
@@ -414,7 +414,7 @@ def test_bytes_of_its_collectives_are_counted(ranks, library):
 
 
 def test_what_another_thread_makes_on_the_host_puts_nothing_of_ours_there():
-    """As `netmoe` places samples in a thread of its own."""
+    """A thread makes tensors on the host, as `netmoe` does, which places samples in a thread of its own."""
     watch = Watch(streams := Streams(), Memory(streams))
 
     def is_host() -> bool:

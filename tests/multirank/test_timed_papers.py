@@ -74,7 +74,7 @@ def test_a_row_says_what_was_measured_predicted_and_published(tmp_path):
 
 
 def described(sizes, device):
-    """In a profile's place: two nodes of two GPUs."""
+    """Replaces a profile: describes two nodes of two GPUs."""
     return describe(replace(PARM_B, node=2), sizes.layout(4), sizes.hidden, sizes.ffn_hidden, sizes.dtype)
 
 

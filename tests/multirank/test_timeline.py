@@ -37,7 +37,7 @@ def _run(variant, rank=None, slow_rank=None, files=(), **options):
 
 
 def _slow_down(patch):
-    """What this rank records took a thousand seconds more."""
+    """Makes what this rank records take a thousand seconds more."""
     from megatron_moe_opt.integration.measuring.under_test import LayerUnderTest
 
     observed_step = LayerUnderTest.observed_step
@@ -119,7 +119,7 @@ def test_mpmoe_s_pipeline(ranks, tmp_path):
 
 
 def test_the_rank_that_took_longest_or_the_one_asked_for(ranks, tmp_path):
-    """Without a profile there is no prediction."""
+    """There is no prediction without a profile."""
     trace = tmp_path / "step.json"
     slow = ranks.run(_run, variant="monta:O3x2", slow_rank=2, files=[trace])
     assert {step.rank for step in slow} == {2}

@@ -21,8 +21,9 @@ from tests.multirank.test_dispatchers import DROP, PAD, RECOMPUTE, SHARED, run_l
 from tests.ranks.devices import CONTRACT, difference, same
 
 NEAR = {"bf16": 2.0**-7, "fp8": 0.05, "mxfp8": 0.06}
-"""Of results whose rows were rounded several times, norm over norm: 2^-4 an element of 8 bits at most, half of it in
-the mean, and less in norms of sums."""
+"""The largest error of results whose rows were rounded several times, norm over norm: 2^-4 an element of 8 bits at
+most, half of it in the mean, and less in norms of sums.
+"""
 
 
 def rounded(rows: torch.Tensor, wire: WireFormat) -> torch.Tensor:
@@ -72,8 +73,8 @@ def round_rows_of(stock: Any, wire: Wire) -> None:
 def compare(
     dispatcher: str, options: dict, layout: dict, settings: dict, dtype: str = "float32", hidden: int = 160
 ) -> dict[str, Any]:
-    """On every rank: relative errors against the rounded stock layer, whether all are equal, and whether a second run
-    has the same bits.
+    """Returns, on every rank, relative errors against the rounded stock layer, whether all are equal, and whether a
+    second run has the same bits.
     """
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
@@ -213,7 +214,7 @@ def same_bits(dispatcher: str, options: dict, layout: dict) -> bool:
 
 
 def losses(layout: dict, options: dict, settings: dict) -> list[list[float]]:
-    """Of two steps of a small GPT: without a format, and twice with it."""
+    """Returns the losses of two steps of a small GPT: without a format, and twice with it."""
     import megatron_moe_opt
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
@@ -246,7 +247,9 @@ def test_training_stays_near(ranks, layout, options, settings):
 
 
 SPREAD = [0.0, -50.0] * 2 + [-50.0, 0.0] * 2
-"""Of experts, which all tokens then choose alike, of each rank one: where sums are rounded on their way, no other."""
+"""The biases of experts, so that all tokens choose alike, one of each rank: where sums are
+rounded on their way, no other.
+"""
 NETMOE = {
     "rows-shared-recomputed": {
         "layout": {"ep": 4},

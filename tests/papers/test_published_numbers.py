@@ -42,7 +42,9 @@ def test_eighty_of_our_own_and_more():
 
 @pytest.mark.parametrize(("model", "nodes"), netmoe.SETTINGS)
 def test_generated_routing_at_home_is_table_5s(model, nodes):
-    """Over three seeds, of which each is 2 % off by chance; the paper's own volumes vary by 2 to 10 %."""
+    """The mean of three seeds is near, of which each is 2 % off by chance; the paper's own
+    volumes vary by 2 to 10 %.
+    """
     row = TABLE5[model][nodes]
     assert netmoe.generated(model, nodes)["stock"][:2] == pytest.approx([row.stock_inter, row.stock_intra], rel=0.06)
 
@@ -69,7 +71,7 @@ def test_pages_show_what_is_asserted_and_predicted(paper):
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_pages_end_with_what_holds_at_scale(paper):
-    """As predicted now, in less than 10 seconds of one core, and the page says in how many."""
+    """The tables are as predicted now, in less than 10 seconds of one core, and the page says in how many."""
     begin = process_time()
     rows = list(import_module(f"tools.papers.{paper}").scale())
     assert process_time() - begin < 10
@@ -86,7 +88,9 @@ def test_the_index_counts_them():
 
 
 def test_timed_tables_are_the_benchmarks():
-    """Of each point what was measured and predicted, and its part of the paper's; Parm's are means of its layers."""
+    """The tables have of each point what was measured and predicted, and its part of the paper's; Parm's
+    are means of its layers.
+    """
     benchmark = _rows((PAGES.parent / "benchmarks/2026-11-23-papers.md").read_text().splitlines())
     points = {(row[0], row[1]): (row[2], row[3], row[5]) for row in benchmark[2:] if len(row) == 6}
     layers = [row for row in benchmark if len(row) == 9 and row[0][0].isdigit()]

@@ -16,10 +16,10 @@ CURVES = {
     (Kind.REDUCE_SCATTER, "expert-tp"): ((1024, 2e-3), (1 << 20, 2.0)),
     (Kind.COPY, None): ((1024, 1e-3), (1 << 20, 1.0)),
 }
-"""Of a profile of EP and expert-TP groups."""
+"""The curves of a profile of EP and expert-TP groups."""
 
 
 @contextmanager
 def group_of_the_pool() -> Iterator[torch.device]:
-    """In the place of a command's own process group."""
+    """Replaces a command's own process group with the pool's."""
     yield rank_device()

@@ -16,7 +16,9 @@ import torch
 from tests.ranks.pool import EMULATOR, GPUS
 
 CONTRACT = 1e-6
-"""Of fp32 results whose sums are taken in another order: norm of the difference over the norm."""
+"""The largest difference of fp32 results whose sums are taken in another order: norm of the
+difference over the norm.
+"""
 
 
 def on_gpus() -> bool:
@@ -68,7 +70,9 @@ def use_gpu(rank: int) -> None:
 
 
 def _on_device(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """The factory, whose tensors are moved to the rank's device where a test has made them and named no device."""
+    """Returns the factory, with its tensors moved to the rank's device where a test has made
+    them and named no device.
+    """
 
     def make(*arguments: Any, **named: Any) -> Any:
         made = factory(*arguments, **named)

@@ -12,7 +12,7 @@ from megatron_moe_opt.planning.predicting.prediction import Prediction
 
 DISPATCHERS = ("monta", "parm", "netmoe", "mpmoe", "expert-migration", "auto")
 CANDIDATES = ("monta:O2x2", "alltoall", "monta:O1")
-"""Of `auto`'s plan, which runs the first."""
+"""The variants of `auto`'s plan, which runs the first."""
 
 _LAYOUTS = {"monta": {"ep": 2, "etp": 2}, "parm": {"tp": 2, "ep": 2, "etp": 2}}
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -25,12 +25,12 @@ _CONFIG = {"parm": {"sequence_parallel": False}}
 
 
 def layout_of(dispatcher: str) -> dict[str, int]:
-    """Parallel sizes."""
+    """Returns the parallel sizes that a dispatcher is tested with."""
     return _LAYOUTS.get(dispatcher, {"ep": 4})
 
 
 def config_of(dispatcher: str) -> dict[str, Any]:
-    """Fields of TransformerConfig."""
+    """Returns the fields of TransformerConfig that a dispatcher is tested with."""
     return {"moe_token_dispatcher_type": dispatcher} | _CONFIG.get(dispatcher, {})
 
 
@@ -40,7 +40,7 @@ def options_of(dispatcher: str, folder: Path, **others: Any) -> Options:
 
 
 def flags_of(dispatcher: str, folder: Path, **others: Any) -> list[str]:
-    """The same on a command line, with the dispatcher."""
+    """Returns a dispatcher and its options as flags of a command line."""
     return ["--moe-token-dispatcher-type", dispatcher, *options_of(dispatcher, folder, **others).words()]
 
 

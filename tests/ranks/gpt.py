@@ -66,7 +66,7 @@ class Gpt:
 
     @cached_property
     def _schedule(self) -> Any:
-        """Megatron's, asked for once before the first step, as Megatron-LM's loop does."""
+        """Returns Megatron's schedule, asked for once before the first step, as Megatron-LM's loop does."""
         return get_forward_backward_func()
 
     def forward_backward(self, forward_only: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -107,7 +107,7 @@ class Gpt:
         }
 
     def sharded_state(self, loading: bool = False) -> dict[str, Any]:
-        """What a distributed checkpoint of model and optimizer holds."""
+        """Returns what a distributed checkpoint of model and optimizer holds."""
         metadata = {
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
             "distrib_optim_sharding_type": self.optimizer_format,

@@ -12,7 +12,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 class GroupedLinear(torch.nn.Module):
-    """As Transformer Engine's: weight0, weight1, ...; biases that it has not are attributes without elements."""
+    """A grouped linear layer like Transformer Engine's: weight0, weight1, ...; biases that it has not are
+    attributes without elements.
+    """
 
     def __init__(
         self, num_gemms: int, inputs: int, outputs: int, *, init_method: Callable[[torch.Tensor], Any], **_: Any

@@ -239,10 +239,10 @@ def _initialize(rank: int, world: int, store: Path) -> None:
 
 
 class _FromDevice(pickle.Pickler):
-    """Tensors of a GPU travel as those of the host: the test's process need not see that GPU."""
+    """Pickles tensors of a GPU as those of the host: the test's process need not see that GPU."""
 
     def reducer_override(self, one: Any) -> Any:
-        """For tensors of a GPU; NotImplemented: as always."""
+        """Reduces tensors of a GPU to those of the host; NotImplemented: as always."""
         if getattr(one, "is_cuda", False) is True:
             return one.cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         return NotImplemented

@@ -1,4 +1,4 @@
-"""In the place of `python -m torch.distributed.run` on one node: a script on forked ranks, and what they print.
+"""Replaces `python -m torch.distributed.run` on one node: runs a script on forked ranks, and prints what they print.
 
 python -m tests.ranks.torchrun RANKS SCRIPT ARGUMENTS...
 """
@@ -22,7 +22,7 @@ exec {sys.executable} "$@"
 
 
 def main() -> int:
-    """The exit status."""
+    """Returns the exit status."""
     ranks, *words = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         job = Job(words, Path(folder, "output.txt"), int(ranks))

@@ -11,7 +11,7 @@ from tests.slurm.cluster import SlurmCluster, slurm_cluster, why_not
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a Slurm they are skipped, and say why."""
+    """Skips these tests without a Slurm, and says why."""
     if reason := why_not():
         for item in items:
             if item.path.parent == Path(__file__).parent:

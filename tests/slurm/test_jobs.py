@@ -48,7 +48,7 @@ class User:
         return self.slurm.run("bash", str(SUBMIT), *map(str, arguments), environment=given)
 
     def job(self, *arguments: object, **environment: object) -> int:
-        """The same, of a job that is taken. Returns its number."""
+        """Submits a job that is taken, as `submit` does. Returns its number."""
         result = self.submit(*arguments, **environment)
         assert result.returncode == 0, result.stderr
         (number,) = re.findall(r"Submitted batch job (\d+)", result.stdout)
@@ -59,7 +59,7 @@ class User:
         return self.folder / "checkpoints"
 
     def saved(self) -> int:
-        """The iteration of the last complete checkpoint."""
+        """Returns the iteration of the last complete checkpoint."""
         tracker = self.checkpoints / "latest_checkpointed_iteration.txt"
         return int(tracker.read_text() or 0) if tracker.exists() else 0
 

@@ -51,7 +51,9 @@ def test_a_fault_ends_all_ranks_with_its_rank_and_layer(tmp_path: Path, fault: F
 
 
 def raise_on_rank_1() -> None:
-    """In the experts. What torchrun would print goes to a file of each rank, as torchrun has it."""
+    """Raises an error in the experts of rank 1. What torchrun would print goes to a file of each
+    rank, as torchrun has it.
+    """
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{os.environ['ERRORS']}/{os.environ['RANK']}.json"
     if os.environ["RANK"] == "1":
         from megatron.core.transformer.moe.experts import SequentialMLP

@@ -63,7 +63,9 @@ def test_pretrain_gpt_reports(data: Path, tmp_path: Path, dispatcher: str):
 
 
 def test_routing_is_recorded_and_the_same_under_stock(data: Path, tmp_path: Path):
-    """Of both pipeline stages and data-parallel ranks, and not of evaluation, which runs in between."""
+    """The routing of both pipeline stages and data-parallel ranks is recorded, and not that of
+    evaluation, which runs in between.
+    """
     traces = []
     for dispatcher in ("monta", "alltoall"):
         file = tmp_path / f"{dispatcher}.npz"

@@ -29,7 +29,9 @@ VARIABLES = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def environment() -> dict[str, str]:
-    """Of scripts that start ranks themselves: besides, one thread a rank."""
+    """Returns the environment of scripts that start ranks themselves: one thread a rank,
+    besides the usual variables.
+    """
     return os.environ | VARIABLES | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 

@@ -20,7 +20,7 @@ def _ties(numel, generator):
 
 
 def _clustered(numel, generator):
-    """Nearly all large values lie side by side."""
+    """Returns an expert in which nearly all large values lie side by side."""
     data = torch.randn(numel, generator=generator) * 1e-3
     data[numel // 2 : numel // 2 + numel // 40] *= 1e6
     return data

@@ -49,14 +49,14 @@ def load(path: Path | None) -> ModuleType:
 
 
 def public_calls(module: ModuleType) -> set[str]:
-    """All that can be called: functions, classes, and their methods."""
+    """Returns all that can be called: functions, classes, and their methods."""
     names = {name for name in dir(module) if not name.startswith("_")}
     classes = {name: getattr(module, name) for name in names if isinstance(getattr(module, name), type)}
     return names | {f"{name}.{method}" for name, kind in classes.items() for method in vars(kind) if method[0] != "_"}
 
 
 class Draw(random.Random):
-    """Arguments of one call."""
+    """Draws the arguments of one call."""
 
     def __init__(self, extension: ModuleType, seed: str) -> None:
         super().__init__(seed)
@@ -64,15 +64,15 @@ class Draw(random.Random):
         self.generator = torch.Generator().manual_seed(self.getrandbits(60))
 
     def chance(self, probability: float) -> bool:
-        """True that often."""
+        """Returns True with this probability."""
         return self.random() < probability
 
     def size(self, least: int = 0, most: int = 20) -> int:
-        """Mostly small."""
+        """Returns a size, mostly small."""
         return self.choice((least, self.randint(least, most), self.randint(least, most), 3 * most))
 
     def numbers(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Any floats, now and then special ones."""
+        """Returns any floats, now and then special ones."""
         values = torch.randn(shape, generator=self.generator, dtype=torch.float64)
         if self.chance(0.2) and values.numel():
             special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, 6e4, -6e4, 3e38, -3e38])
@@ -81,12 +81,12 @@ class Draw(random.Random):
         return values.to(dtype)
 
     def below(self, bound: int, *shape: int) -> torch.Tensor:
-        """int64 in [0, bound), or nothing where there are none."""
+        """Returns int64 numbers in [0, bound), or none where there are none."""
         shape = shape if bound > 0 else (0,)
         return torch.randint(max(bound, 1), shape, generator=self.generator)
 
     def routing(self, tokens: int | None = None) -> torch.Tensor:
-        """bool [T, E], now and then with bytes above 1."""
+        """Returns a routing map, bool [T, E], now and then with bytes above 1."""
         shape = (self.size() if tokens is None else tokens), self.size()
         routed = torch.rand(shape, generator=self.generator) < self.random()
         if self.chance(0.2):
@@ -94,14 +94,14 @@ class Draw(random.Random):
         return routed
 
     def row_map(self) -> tuple[tuple[Any, ...], int, int, int]:
-        """The tensors of a row map, and T, E, R."""
+        """Returns the tensors of a row map, and T, E, R."""
         routing = self.routing()
         offsets, rows, experts, _, _ = self.extension.build_row_map(routing, None)
         known = None if self.chance(0.2) else experts
         return (offsets, rows, known, routing.size(1)), *routing.shape, rows.numel()
 
     def chunks(self, num_rows: int) -> tuple[Any, ...]:
-        """Chunks that move all rows, in another order."""
+        """Returns chunks that move all rows, in another order."""
         cuts = sorted(self.randint(0, num_rows) for _ in range(self.randint(0, 5)))
         counts = [end - begin for begin, end in zip([0, *cuts], [*cuts, num_rows], strict=True)]
         order = self.sample(range(len(counts)), len(counts))
@@ -110,7 +110,7 @@ class Draw(random.Random):
         return *(torch.tensor(numbers, dtype=torch.int64) for numbers in (sources, targets, counts)), num_rows
 
     def action(self) -> Any:
-        """One of any kind."""
+        """Returns an action of any kind."""
         name = self.choice(("exchange", "copy_rows", "convert_chunks", "sum_parts", "call_python"))
         return getattr(self.extension, name)(*CALLS[name](self))
 
@@ -144,7 +144,7 @@ def _unpermute_probs(draw: Draw) -> list[Any]:
 
 
 def _wire_rows(draw: Draw, rows: int, hidden: int, wire: str) -> torch.Tensor:
-    """Rows of a format, mostly wider than their payload."""
+    """Returns rows of a format, mostly wider than their payload."""
     if wire in ("same", "bf16"):
         return draw.numbers(
             rows, hidden + draw.choice((0, 8)), dtype=torch.bfloat16 if wire == "bf16" else torch.float32
@@ -372,7 +372,7 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
 
 
 def missing(extension: ModuleType) -> set[str]:
-    """What has no entry in CALLS."""
+    """Returns the calls that have no entry in CALLS."""
     return public_calls(extension) - set(CALLS)
 
 
@@ -460,7 +460,7 @@ ANYTHING: tuple[Callable[[], Any], ...] = (
 
 
 def _places(value: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Where something can be put in place of what is there, the list of all arguments aside."""
+    """Yields the places where something can be put in place of what is there, the list of all arguments aside."""
     if place:
         yield place
     if isinstance(value, (list, tuple)):
@@ -469,7 +469,7 @@ def _places(value: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]
 
 
 def _spoilt(value: Any, place: tuple[int, ...], draw: Draw) -> Any:
-    """`value` with something else at a place."""
+    """Returns `value` with something else at a place."""
     if place:
         parts = list(value)
         parts[place[0]] = _spoilt(parts[place[0]], place[1:], draw)

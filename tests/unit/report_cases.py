@@ -41,7 +41,7 @@ STAGES = (
     Stages("forward", 1.0, 1.01, ((1.2, 1.25),), 1.4, 1.42),
     Stages("backward", 1.45, 1.46, ((1.6, 1.7),), 1.9, 1.95),
 )
-"""Of a layer without schedules of ours."""
+"""The stages of a layer without schedules of ours."""
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "send")
 
 

@@ -110,7 +110,7 @@ def test_what_tp_ranks_would_route_differently_is_not_tried(planned):
 
 
 def test_a_schedule_that_is_asked_for_before_the_first_step_knows_of_micro_batches(planned, monkeypatch):
-    """As Megatron-LM's loop asks, once: experts that travel come into layers later."""
+    """Megatron-LM's loop asks so, once: experts that travel come into layers later."""
     stock = inspect.unwrap(schedules.forward_backward_no_pipelining)
     monkeypatch.setattr(schedules, "forward_backward_no_pipelining", stock)
     planned("monta:O2x2")
@@ -230,7 +230,7 @@ def test_communicators_of_a_variants_own_take_room_too(planned):
 
 
 def room_of(spare: int, passes: int) -> Room:
-    """Of a GPU with so many bytes to plan with."""
+    """Returns the room of a GPU with so many bytes to plan with."""
     return Room(free=math.ceil(spare / MOST_OF_FREE), at_work=10**6, passes=passes)
 
 
@@ -292,7 +292,7 @@ def timed(planned, monkeypatch):
 
 
 def test_a_step_that_the_optimizer_skips_counts_for_nothing(timed):
-    """As the first ones under fp16 are: neither its passes for those of a step, nor its time for the next one's."""
+    """The first steps under fp16 are skipped: their passes are none of a step's, nor their time the next one's."""
     controller, layer, now = timed
     (planned_layer,) = controller.layers
     trials, controller.trials = controller.trials, None
@@ -310,7 +310,7 @@ def test_a_step_that_the_optimizer_skips_counts_for_nothing(timed):
 
 
 def test_steps_of_another_model_count_for_nothing(timed):
-    """As of a dense critic, whose optimizer steps more often."""
+    """A dense critic is such a model, whose optimizer steps more often."""
     controller, layer, now = timed
     dense, ours = (SimpleNamespace(config=one) for one in (copy.copy(controller.config), controller.config))
     dense.config.num_moe_experts = None
@@ -341,7 +341,9 @@ def test_what_lies_between_two_steps_is_not_timed(timed):
 
 
 def test_what_is_sent_before_a_layer_runs_is_timed(timed):
-    """As experts that travel are when gradients are cleared; not what is another model's, or an evaluation."""
+    """Experts that travel are sent when gradients are cleared; what is another model's, or an
+    evaluation, is not timed.
+    """
     controller, layer, now = timed
     dense = SimpleNamespace(config=copy.copy(controller.config))
     dense.config.num_moe_experts = None
@@ -375,7 +377,9 @@ def test_a_ramped_batch_does_not_make_steps_longer(timed):
 
 
 def test_a_second_plan_needs_no_file_and_may_fail(timed, monkeypatch, tmp_path, capsys):
-    """As of a job whose scratch is gone by then: a plan that cannot be made leaves what was chosen before."""
+    """The file may be gone by then, as of a job whose scratch is: a plan that cannot be made
+    leaves what was chosen before.
+    """
     controller, _, _ = timed
     planned_by = []
 

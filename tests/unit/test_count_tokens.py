@@ -45,7 +45,7 @@ def test_which_rows_are_a_sample_s():
 @pytest.mark.parametrize("byte", [1, 2, 128, 255])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_any_byte_but_zero_is_routed_once(byte, batch_first):
-    """As in build_row_map, which the same map is permuted by."""
+    """Bytes count as in build_row_map, which the same map is permuted by."""
     routing_map = torch.full((300, 3), byte, dtype=torch.uint8).view(torch.bool)
     assert count_routing_map(routing_map, 1, batch_first=batch_first).tolist() == [[300] * 3]
     assert count_routing_map(routing_map, 1).tolist() == [kernels.build_row_map(routing_map).expert_counts.tolist()]
@@ -65,7 +65,7 @@ def test_one_hot_expert_wide_maps_and_many_tokens(batch_first):
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("bad", [-1, 5, 7, 8, 2**40, -(2**63)])
 def test_experts_out_of_range(bad, batch_first):
-    """Inside and outside the power of two into which indices are masked, in every position of a token."""
+    """Indices lie inside and outside the power of two into which they are masked, in every position of a token."""
     for position in range(12):
         experts = torch.zeros(4, 3, dtype=torch.int64)
         experts.view(-1)[position] = bad

@@ -135,7 +135,9 @@ def measured(line, sizes, errors=()):
 
 @given(lines, several_sizes)
 def test_a_fit_recovers_alpha_and_beta(line, sizes):
-    """As well as the points show them: a latency far below their seconds is lost in these seconds' rounding."""
+    """They are found as well as the points show them: a latency far below their seconds is lost in
+    these seconds' rounding.
+    """
     fit = AlphaBeta.fit(measured(line, sizes))
     lost = 1e-12 * line.seconds(sizes[-1]) * sizes[-1] / (sizes[-1] - sizes[0])
     assert fit.alpha == pytest.approx(line.alpha, rel=1e-6, abs=lost)

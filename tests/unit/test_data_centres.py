@@ -34,7 +34,9 @@ def run(monkeypatch, capsys):
 
 
 def table_rows(output):
-    """By number of data centres and plan, the cells of a row: domain, p, ms, speed-up, sent, held. One bandwidth."""
+    """Returns the cells of a row, by number of data centres and plan: domain, p, ms, speed-up,
+    sent, held. One bandwidth.
+    """
     rows, number = {}, None
     for line in output.splitlines():
         if line.startswith("│"):

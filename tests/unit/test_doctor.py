@@ -108,7 +108,7 @@ def test_netbox(monkeypatch):
 
 
 def test_prints_without_pytorch():
-    """In a process where importing torch fails."""
+    """It runs in a process where importing torch fails."""
     code = "import sys; sys.modules['torch'] = None; from megatron_moe_opt.cli.main import main; main()"
     run = subprocess.run([sys.executable, "-c", code, "doctor"], capture_output=True, text=True, timeout=600)
     assert run.returncode == 1, run.stderr

@@ -35,7 +35,7 @@ def experts() -> tuple[Experts, torch.nn.ParameterList]:
 
 
 def come_back(call: ExpertCall) -> None:
-    """T_M, which was offloaded."""
+    """Brings back T_M, which was offloaded."""
     call.free_middle()
     call.make_room_for_middle()
     call.fetch_middle()
@@ -104,7 +104,7 @@ def test_gradients_of_partitions_are_summed_in_float32_and_rounded_once():
 
 
 class Product(torch.nn.Module):
-    """As Megatron's parallel linear layers: leaves its bias to others."""
+    """A linear layer that, like Megatron's parallel ones, leaves its bias to others."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Expert(torch.nn.Module):
 
 
 def offloaded(way: str, counts: tuple[int, ...]) -> tuple[Experts, ExpertCall, list[torch.Tensor], list[torch.Tensor]]:
-    """A call whose T_M was offloaded, its input, and the gradients that autograd has for it."""
+    """Returns a call whose T_M was offloaded, its input, and the gradients that autograd has for it."""
     torch.manual_seed(3)
     modules = torch.nn.ModuleList(Expert(way) for _ in counts)
 
@@ -205,7 +205,7 @@ def test_an_output_that_is_saved_beside_experts_that_travel_does_not_keep_its_gr
 
 
 def test_quantized_parameters_have_no_memory_of_their_own():
-    """As Transformer Engine's, whose storage has no address."""
+    """Transformer Engine's are such, whose storage has no address."""
     plain = torch.zeros(2)
     quantized = torch.nn.Parameter(torch.Tensor._make_wrapper_subclass(_Quantized, (2, 2)))
     assert addresses_of([plain, quantized]) == {plain.data_ptr()}

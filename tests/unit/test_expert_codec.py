@@ -42,7 +42,7 @@ def test_steps_that_overflow_arrive():
 
 
 class MovingExpert:
-    """In the place of a MeanExpert: moves at random, or not at all."""
+    """Replaces a MeanExpert: moves at random, or not at all."""
 
     interval = 1
 
@@ -50,13 +50,13 @@ class MovingExpert:
         self.generator, self.is_first = generator, True
 
     def move(self, experts: torch.Tensor) -> torch.Tensor | None:
-        """As MeanExpert.move."""
+        """Moves as MeanExpert.move says."""
         moves = self.is_first or torch.rand((), generator=self.generator) < 0.5
         self.is_first = False
         return torch.randn(experts.size(1), generator=self.generator) if moves else None
 
     def restart(self) -> None:
-        """As MeanExpert.restart."""
+        """Restarts as MeanExpert.restart says."""
         self.is_first = True
 
 
@@ -84,7 +84,7 @@ def test_owner_and_receivers_hold_the_same_and_all_of_it_arrives(
 
         @functools.cache
         def held() -> torch.Tensor:
-            """Of two owners with the same experts, the own one the second."""
+            """Returns what is held of two owners with the same experts, of whom the second is this rank."""
             return message.decode(torch.stack([encoded, encoded]), 1)
 
         return held

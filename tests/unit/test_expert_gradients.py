@@ -49,7 +49,7 @@ def test_what_arrives_and_what_is_kept_is_all_there_was(dtype, num_local, numel,
 
 
 def test_sent_entries_wait_until_they_are_among_the_largest():
-    """By hand: one of three entries a message; 2 + 2 overtakes 3, which was sent."""
+    """It is worked out by hand: one of three entries a message; 2 + 2 overtakes 3, which was sent."""
     messages = CompressedGradients(1, 2.0).messages(4, torch.float32)
     assert messages.kept == 1
     kept, gradient = torch.zeros(4), torch.tensor([3.0, 2.0, -1.5, 0.0])

@@ -124,7 +124,7 @@ def random_curve(rng):
 
 @pytest.mark.parametrize("workers", [(12,), (4, 4), (3, 1, 6), (2, 2, 4)])
 def test_every_choice_takes_what_the_simulator_says(workers):
-    """On measured curves of any shape, forward and backward."""
+    """They agree on measured curves of any shape, forward and backward."""
     rng = random.Random(prod(workers))
     for _ in range(10):
         kinds = (Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)

@@ -152,7 +152,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_planning_64_ranks_asks_pytorch_for_no_arithmetic():
-    """Behind the counts' arrival the host waits for nothing: one list of all parts' experts is made, and cut."""
+    """The host waits for nothing behind the counts' arrival: one list of all parts' experts is made, and cut."""
     table = DomainTables(ExpertDomains((8, 8), (1, 1)), rank=13, num_experts=256)
     counts = torch.ones(64, 2, 1, 4, table.num_counts + 1, dtype=torch.int64)
     with Operations() as operations:

@@ -33,7 +33,7 @@ def workload(known, layout, replicated=False, **others):
 
 
 def test_montas_table_8_and_discussion():
-    """Of its A800 cluster, in the milliseconds that the paper prints, of which it cuts off the last digit."""
+    """The milliseconds of its A800 cluster are those that the paper prints, of which it cuts off the last digit."""
     cluster = describe(A800_IB200, MONTA, 8192, 28672 // 8)
     curves = cluster.costs().curves
     for key, size, milliseconds in (

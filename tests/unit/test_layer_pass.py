@@ -13,7 +13,7 @@ from megatron_moe_opt.runtime.observed.layer_pass import MOST, STRIDE, Direction
 
 
 def direction(calls: list[tuple[int, float]], is_backward: bool = False) -> Direction:
-    """From 10 to 20 s, between 11 and 18 s outside of permutation and sum."""
+    """Returns a pass from 10 to 20 s, between 11 and 18 s outside of permutation and sum."""
     return Direction(is_backward, begin=10.0, exchange_begin=11.0, calls=calls, exchange_end=18.0, end=20.0)
 
 

@@ -222,7 +222,7 @@ def test_flags():
 
 
 def test_flags_of_horizontal_layouts():
-    """Without CP the order does not matter to the groups; with it no script makes them."""
+    """The order does not matter to the groups without CP; with it no script makes them."""
     assert _figure_12(8, 32).chosen.flags() == replace(_figure_12(8, 32).chosen, order=VERTICAL).flags()
     with pytest.raises(
         ConfigurationError,

@@ -1,4 +1,4 @@
-"""With one hardware queue schedules take about as long as with many, in virtual time."""
+"""Schedules take about as long with one hardware queue as with many, in virtual time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_table_of_the_docs_is_what_comes_out(software_executor):
 
 
 def test_overlap_is_busy_time_beside_another_lane(software_executor):
-    """Of two chunks: two all-to-alls in one lane; two gathers and a copy of 0.1 behind each in the other. The second
+    """Two chunks have two all-to-alls in one lane; two gathers and a copy of 0.1 behind each in the other. The second
     all-to-all runs beside the first gather.
     """
     two_chunks, alone = "monta O2 dispatch, 2 chunk(s), EP 2, expert-TP 2", "parm dispatch, 1 chunk(s), expert-TP 2"

@@ -50,7 +50,7 @@ def test_zero_shards_dense_parameters_over_more_ranks_than_experts():
 
 
 def test_states_spread_over_all_ranks_add_up():
-    """With ZeRO-3 the cluster holds every parameter once, whatever the layout."""
+    """The cluster holds every parameter once with ZeRO-3, whatever the layout."""
     for layout in ({}, {"ep": 8}, {"tp": 2, "ep": 4, "expert_tp": 2}, {"pp": 4, "ep": 2}, {"cp": 2, "tp": 4}):
         parallel = Layout(8, **layout)
         ranks = 8 // parallel.pp

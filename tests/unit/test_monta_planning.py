@@ -32,7 +32,7 @@ B1, B2, B3, T, E = 25e9, 200e9, 1.6e12, 8, 2
 
 
 def _costs(r1, r2, r3, overhead=0.0):
-    """From efficiency curves, with the crossing factors of eq. 8 to 10."""
+    """Returns costs from efficiency curves, with the crossing factors of eq. 8 to 10."""
     gather = CostCurve.from_efficiency(B2, r2, (T - 1) / T)
     return Costs(
         {
@@ -96,7 +96,7 @@ def test_equation_11_is_o1_without_its_copy():
 
 @pytest.mark.parametrize("chunks", [1, 2, 4, 64])
 def test_equation_12(chunks):
-    """With r1 = r2, an all-to-all takes 4/7 of its all-gather."""
+    """An all-to-all takes 4/7 of its all-gather where r1 = r2."""
     stages = dict(stage_seconds(Pass("dispatch", 256 * MB), "O3", chunks, E, T, _flat(0.7, 0.7, 1.0)))
     assert stages[Lane.INTER] / stages[Lane.INTRA] == pytest.approx(4 / 7, rel=1e-12)
 

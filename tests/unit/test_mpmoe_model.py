@@ -49,7 +49,7 @@ def test_the_savings_of_figure_11():
 
 
 def _played(ops, slowdown=None):
-    """Of (lane, seconds, names of the ops it waits for) by name, in the order of issue."""
+    """Plays ops, given by name as (lane, seconds, names of the ops it waits for), in the order of issue."""
     numbers = dict(zip(ops, count(), strict=False))
     schedule = Schedule(
         "figure 8",
@@ -62,7 +62,7 @@ def _played(ops, slowdown=None):
 
 
 def _pipeline(n, send, compute, receive, transfer=None, lane=None):
-    """The graphs of Fig. 8: S -> C -> R of each partition; M after S and C, or before C. S and R in turn."""
+    """Returns the graphs of Fig. 8: S -> C -> R of each partition; M after S and C, or before C. S and R in turn."""
     ops = {}
 
     def add(name, lane, seconds, *waits_for):
@@ -83,7 +83,7 @@ def _pipeline(n, send, compute, receive, transfer=None, lane=None):
 
 
 def _in_phases(phases):
-    """Every lane's work of a phase after all of the phase before."""
+    """Returns ops in which every lane's work of a phase comes after all of the phase before."""
     ops = {}
     before = []
     for number, phase in enumerate(phases):
@@ -110,7 +110,7 @@ def test_paradigms_2_and_3_are_what_the_simulator_plays_in_phases(n, send, compu
 
 @given(partitions, seconds, seconds, seconds, seconds)
 def test_without_phases_paradigms_2_and_3_take_no_longer(n, send, compute, receive, transfer):
-    """By the graph alone copies run ahead, or fall behind, where nothing waits for them: the closed form is a bound.
+    """Copies run ahead, or fall behind, by the graph alone, where nothing waits for them: the closed form is a bound.
 
     It is reached where copies never decide a phase.
     """

@@ -63,7 +63,7 @@ def test_valid_and_alike_on_all_ranks(data, direction, strategy, rows_on_a_way, 
 
 
 def lane_of(schedule, lane):
-    """Kinds and partitions, in the lane's order."""
+    """Returns kinds and partitions of a lane's ops, in its order."""
     return [(op.kind, op.chunk) for op in schedule.ops if op.lane is lane]
 
 

@@ -158,7 +158,7 @@ def test_order_of_experts_changes_no_bit(seed):
 
 
 def test_what_no_linear_map_can_say_is_predicted():
-    """In texts of kind 0 tokens of expert 2 go to device 0 next, those of 3 to device 1; in kind 1 the other way."""
+    """Tokens of expert 2 go to device 0 next in texts of kind 0, those of 3 to device 1; in kind 1 the other way."""
     generator = np.random.default_rng(0)
 
     def some_pass() -> tuple[np.ndarray, np.ndarray]:

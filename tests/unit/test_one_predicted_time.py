@@ -72,7 +72,7 @@ def test_the_report_of_a_benchmark_has_them(case):
 
 
 def test_auto_goes_by_them(case, tmp_path):
-    """Of layers that are alike, however many passes they had."""
+    """It does for layers that are alike, however many passes they had."""
     layer, measured, seconds = case
     measured.save(tmp_path / "cluster.json")
     megatron_moe_opt.use_host_backend()

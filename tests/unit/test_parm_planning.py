@@ -48,7 +48,9 @@ sizes = st.sampled_from([1, 2, 4])
 
 @given(lines, lines, lines, st.sampled_from([2, 4]), sizes, sizes, st.integers(0, 10**5), st.sampled_from([None, 1, 2]))
 def test_closed_forms_are_the_simulator_s(a2a, gather, saa, tp, ep, etp, parts, capacity_factor):
-    """Of a training step, whose backward pass mirrors its forward pass, where rows carry nothing but themselves."""
+    """They are those of a training step, whose backward pass mirrors its forward pass, where
+    rows carry nothing else.
+    """
     assume(ep * etp > 1)
     tokens, layer = parts * 4 * tp, layer_of(tp, ep, etp, capacity_factor=capacity_factor)
     cluster = cluster_of({JOINT_A2A: a2a, AG_MP: gather, COPY: NOTHING}, saa)

@@ -49,7 +49,7 @@ def test_every_phase_is_gathered_when_it_has_come(num_phases, etp_size, size):
 
 @given(st.integers(2, 8), st.floats(0.1, 10), st.floats(0.1, 10))
 def test_the_shorter_lane_hides_behind_the_longer(num_phases, all_to_all, all_gather):
-    """Of whole experts: all-to-alls of the other ranks' rows one after another, all-gathers as their rows come."""
+    """Experts are whole: all-to-alls of the other ranks' rows one after another, all-gathers as their rows come."""
     seconds = {Kind.ALL_TO_ALL: all_to_all, Kind.ALL_GATHER: all_gather, Kind.SUM: 0.0, Kind.COPY: 0.0}
     schedule = combine_and_gather(0, [ChunkBytes(1, 1)] * num_phases, 1)
     assert schedule.lanes == (Lane.INTER, Lane.INTRA, Lane.COPY)

@@ -204,8 +204,9 @@ def test_rounding_is_to_nearest_even(dtype, cpu_kernels):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("prob_dtype", PROB_DTYPES)
 def test_large_outputs_that_bypass_the_caches(dtype, prob_dtype, cpu_kernels):
-    """Over the size where the kernels switch to non-temporal stores, with a hidden size that is no multiple of any
-    vector and with an aligned one."""
+    """Outputs are over the size where the kernels switch to non-temporal stores, with a hidden size that is no multiple
+    of any vector and with an aligned one.
+    """
     from megatron_moe_opt.kernels.packed_rows import LANE_BYTES
 
     generator = torch.Generator().manual_seed(5)

@@ -51,7 +51,7 @@ def run(monkeypatch, capsys):
 
 
 def tables(output):
-    """By title: the cells of each row, without the first, by the first."""
+    """Returns the tables by title: the cells of each row, without the first, by the first."""
     found, title, previous = {}, "", ""
     for line in output.splitlines():
         if line.lstrip().startswith("┏"):
@@ -200,7 +200,9 @@ def test_the_fastest_layout_that_fits_is_searched(run):
 
 
 def test_a_search_leaves_nothing_out_that_would_be_shown(run, monkeypatch):
-    """With candidates left out that cannot reach the slowest layout shown, and with all of them: the same answer."""
+    """The answer is the same with candidates left out that cannot reach the slowest layout
+    shown, and with all of them.
+    """
     search = "--cluster h100-ib400 --model qwen3-30b-a3b-like,layers=2,experts=8 --world 8 --global-batch 16"
     search += " --recompute none --micro-batch 1"
     monkeypatch.setattr(layout_search, "SHOWN", 2)

@@ -134,7 +134,7 @@ def test_stock_stays_where_nothing_wins():
 
 
 def test_trials_begin_with_no_partitions_for_a_gain_that_may_be_none():
-    """Of the same kind alone."""
+    """Only those of the same kind are taken for equal."""
     stock = Prediction(ALLTOALL, 1.0, 1.0, 0, 0, 0)
     seconds = {"mpmoe:7:hops": 0.8, "mpmoe:3:hops": 0.82, "mpmoe:2:hops": 0.83, "mpmoe:2": 0.81}
     found = [dataclasses.replace(stock, variant=name, seconds=of, parts=int(name[6])) for name, of in seconds.items()]
@@ -256,12 +256,14 @@ def test_copies_of_experts_that_travel_and_their_compression_count():
 
 @pytest.mark.parametrize("variant", ["expert-migration:2x4", "mpmoe:4:hops:2x4"])
 def test_encoding_and_decoding_costs_what_was_measured_or_copies_of_as_many_bytes(variant):
-    """Of its own experts 2 copies, of those of 7 others one; of gradients for and from them 4 and 2.5, in float32."""
+    """Encoding takes 2 copies of a rank's own experts, and decoding one of those of 7 others; of gradients for and from
+    them it is 4 and 2.5, in float32.
+    """
     layer, measured = migrating(64)
     layer = dataclasses.replace(layer, element_bytes=2)
 
     def seconds_by(kind: Kind, ratio: float) -> float:
-        """By how much longer it takes where every byte of this kind takes 1 ns more."""
+        """Returns by how much longer it takes where every byte of this kind takes 1 ns more."""
         times = []
         for nanoseconds in (1, 2):
             slower = {**measured.curves, (kind, None): ((1, 1e-9 * nanoseconds),)}
@@ -292,7 +294,7 @@ def test_stock_takes_what_its_own_collectives_take():
 
 
 def stock_exchanges() -> list[Op]:
-    """Of LAYER: four passes of rows, two with their probabilities."""
+    """Returns the exchanges of LAYER: four passes of rows, two with their probabilities."""
     own = 2048 * 1024 * 4
     return [Op(Kind.ALL_TO_ALL, Lane.INTER, size=size, group="ep") for size in [own] * 4 + [2048 * 4] * 2]
 
@@ -322,7 +324,7 @@ def test_an_expert_everybody_holds_makes_no_rank_busier():
 
 
 def test_placement_saves_what_a_trace_says():
-    """In the schedules that the dispatcher runs: all-to-alls of fewer bytes, and all else as it is."""
+    """It saves in the schedules that the dispatcher runs: all-to-alls of fewer bytes, and all else as it is."""
     stock = by_variant(candidates(LAYER, cluster())[0])[ALLTOALL]
     netmoe, at_home = (
         by_variant(candidates(dataclasses.replace(LAYER, placement_saving=saving), cluster())[0])["netmoe"]
@@ -341,7 +343,7 @@ def test_placement_saves_what_a_trace_says():
 
 
 def test_what_a_candidate_takes_is_what_its_timelines_take():
-    """To the last digit, under every system: nothing is predicted that is not played."""
+    """They agree to the last digit, under every system: nothing is predicted that is not played."""
     moving, of_levels = dataclasses.replace(LAYER, placement_saving=0.4), migrating(64)
     skewed = dataclasses.replace(of_levels[0], imbalance=1.7), of_levels[1]
     local = cluster(local_work={OURS: ((1, 0.01),), STOCK: ((1, 0.02),)}, slowdown={(Lane.INTER, Lane.COMPUTE): 0.5})
@@ -351,7 +353,7 @@ def test_what_a_candidate_takes_is_what_its_timelines_take():
 
 
 def test_the_world_s_groups_are_not_listed_for_each_candidate(monkeypatch):
-    """Of 98,304 ranks that took 60 seconds in the place of 4."""
+    """Listing them for 98,304 ranks took 60 seconds in the place of 4."""
     listed, groups = [], Layout.groups
     monkeypatch.setattr(Layout, "groups", lambda *arguments: listed.append(arguments[1]) or groups(*arguments))
     known = describe(H100_IB400, Layout(1024, ep=64), 7168, 2048)

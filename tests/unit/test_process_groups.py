@@ -17,7 +17,7 @@ from megatron_moe_opt.topology import process_groups
 
 
 class PlayedNccl:
-    """In the place of ProcessGroupNCCL."""
+    """Stands in for ProcessGroupNCCL."""
 
     class Options:
         def __init__(self) -> None:

@@ -750,7 +750,7 @@ def test_arguments_are_refused_before_megatron_looks_at_them(monkeypatch, argume
 
 
 def test_a_configuration_whose_checks_come_later_is_held_to_the_same():
-    """As Megatron-Bridge's: fields are set one by one, and finalize() may be called more than once."""
+    """Megatron-Bridge's is such: fields are set one by one, and finalize() may be called more than once."""
 
     @dataclasses.dataclass
     class Deferred(TransformerConfig):

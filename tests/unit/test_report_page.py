@@ -139,7 +139,7 @@ def test_it_needs_nothing_else(page):
 
 
 def test_it_is_read_at_400_pixels(page):
-    """By its rules: what is wider than a narrow window scrolls in its own frame, and long words are broken."""
+    """Its rules say so: what is wider than a narrow window scrolls in its own frame, and long words are broken."""
     (css,) = (text for text in page.texts if "max-width: 1080px" in text)
     screen = css[: css.index("@media print")]
     for rule in (

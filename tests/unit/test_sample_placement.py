@@ -27,7 +27,9 @@ def decide(
     learn: bool = False,
     lengths: list[int] | None = None,
 ):
-    """`num` [positions, E] of the samples where they are; `lengths` [positions]: their tokens, 10 each."""
+    """Returns a decision for `num` [positions, E] of the samples where they are; `lengths`
+    [positions]: their tokens, 10 each.
+    """
     rows = torch.from_numpy(num).view(RANKS, 1, BATCH, EXPERTS)
     parts, unlike = torch.full((RANKS, 1, BATCH), 10), torch.zeros(RANKS, 1, dtype=torch.bool)
     if lengths is not None:
@@ -41,7 +43,7 @@ def two_layers() -> tuple[LayerPlacement, LayerPlacement]:
 
 
 def taste(experts: list[int]) -> np.ndarray:
-    """Samples of 10 tokens that go to one expert each."""
+    """Returns samples of 10 tokens that go to one expert each."""
     return 10 * np.eye(EXPERTS, dtype=np.int64)[experts]
 
 

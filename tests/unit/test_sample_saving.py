@@ -16,7 +16,9 @@ TWO_NODES = SampleHolders.from_ranks([0, 1], ([0], [1]), ("a", "b"), 1)
 
 
 def routed(prefers: list[int], layers: int = 4, passes: int = 4) -> list[np.ndarray]:
-    """Of a rank whose samples each send 30 tokens to one expert of four, and one to each of the others."""
+    """Returns the routing of a rank whose samples each send 30 tokens to one expert of four, and
+    one to each of the others.
+    """
     counts = np.ones((passes, len(prefers), 4), np.int64)
     counts[:, np.arange(len(prefers)), prefers] = 30
     return [counts] * layers

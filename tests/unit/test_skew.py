@@ -99,7 +99,9 @@ def test_experts_take_as_long_as_the_busiest_rank_or_on_shared_processors_the_bu
 
 
 def taking_turns(ranks: int, exchange: float, experts: float, shared: bool) -> float:
-    """Of a pass, rank by rank: the link carries one rank's tokens at a time, there in turn, back as soon as it can."""
+    """Returns the time of a pass, rank by rank: the link carries one rank's tokens at a time, there in
+    turn, back as soon as it can.
+    """
     processors, link, done = 0.0, exchange, []
     for rank in range(ranks):
         there = (rank + 1) * exchange / ranks

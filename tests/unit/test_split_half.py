@@ -11,7 +11,7 @@ from tools.split_half import noise_floor, regret_of_halves
 
 
 def test_one_half_chooses_and_the_other_judges():
-    """By rounds 1 and 3 `a` takes 2 and `b` 4; by 2 and 4 `a` takes 6 and `b` 5."""
+    """Rounds 1 and 3 have 2 for `a` and 4 for `b`; rounds 2 and 4 have 6 for `a` and 5 for `b`."""
     rounds = {"a": [1.0, 6.0, 3.0, 6.0], "b": [4.0, 4.0, 4.0, 6.0]}
     assert noise_floor(rounds) == pytest.approx(((6 / 5 - 1) + (4 / 2 - 1)) / 2)
     assert regret_of_halves(rounds, "a") == pytest.approx(((6 / 6 - 1) + (2 / 4 - 1)) / 2)

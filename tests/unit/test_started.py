@@ -45,7 +45,9 @@ class Cuda:
         self.device.launch(self.at, seconds=seconds, run=run)
 
     def collective(self, group, seconds=0.0, run=None):
-        """An action that puts it on the group's stream behind the current one, which waits for it when it joins."""
+        """Returns an action that puts a collective on the group's stream behind the current one, which
+        waits for it when it joins.
+        """
         issued = []
 
         def issue():
@@ -65,7 +67,7 @@ class Cuda:
 
 
 GATHERED = gathered({0: 2, 1: 4})
-"""Over two levels."""
+"""A gather over two levels."""
 
 
 def on_streams(monkeypatch, cuda):
@@ -189,7 +191,7 @@ def test_with_one_queue_what_was_started_is_issued_as_far_as_a_collective(monkey
 
 
 def test_with_one_queue_nothing_is_issued_for_what_is_behind_something_else(monkeypatch):
-    """Until that has been, or it is waited for."""
+    """Nothing is issued until the other has been, or it is waited for."""
     log = []
 
     def coded(name):

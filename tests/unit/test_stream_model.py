@@ -23,7 +23,8 @@ MB, GB, MS = 1e6, 1e9, 1e-3
 
 
 def forward(pieces: int) -> Schedule:
-    """Fig. 5(a): the all-gather at once; tokens once what precedes the experts is done; experts beside both.
+    """Builds the forward pass of Fig. 5(a): the all-gather at once; tokens once what precedes the experts is done;
+    experts beside both.
 
     Experts and the tokens that they wait for are cut into equal pieces: with infinitely many, only the first lane to be
     through with its own decides.

@@ -67,7 +67,7 @@ def test_what_has_passed_is_not_run_again_and_what_failed_is(tmp_path, monkeypat
 
 
 def test_failed_tests_alone_are_run_again(tmp_path):
-    """At once, and where they are asked for after a mend."""
+    """They run again at once, and where they are asked for after a mend."""
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')

@@ -135,7 +135,7 @@ def test_trace_has_a_thread_for_the_parts(joined, tmp_path):
 
 
 def test_picture_marks_the_parts(joined, tmp_path):
-    """With parts there is more grey (their names and borders) than without."""
+    """There is more grey with parts (their names and borders) than without."""
     from matplotlib.image import imread
 
     grey = []

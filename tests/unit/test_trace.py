@@ -63,7 +63,7 @@ def test_processes_are_timelines_and_threads_are_lanes(events):
 
 
 def test_events_have_the_fields_of_the_trace_event_format(events):
-    """Of the format's description: phases, types, and no overlap of complete events in a thread."""
+    """They are those of the format's description: phases, types, and no overlap of complete events in a thread."""
     ends = {}
     for event in events:
         assert event["ph"] in ("M", "X")

@@ -51,7 +51,7 @@ def test_other_words_are_refused(words):
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("topk", [1, 2, 3])
 def test_facts_behind_a_token_are_read_wherever_they_lie(tokens, topk):
-    """Behind an odd number of 16-bit probabilities they are not aligned to their own size."""
+    """Facts behind an odd number of 16-bit probabilities are not aligned to their own size."""
     facts = RowFacts(Payload(8, torch.bfloat16), topk, torch.bfloat16, has_notes=True)
     probs, experts = torch.rand(tokens, topk).bfloat16(), torch.arange(tokens * topk, dtype=torch.int32).view(-1, topk)
     layout, notes = facts.outbound(), torch.arange(tokens) + (5 << 32)

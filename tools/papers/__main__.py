@@ -11,7 +11,7 @@ PAPERS = ("monta", "parm", "netmoe", "mpmoe", "hybridep")
 
 
 def lines(paper: str) -> list[str]:
-    """Of the numbers, of figures, then of what the model says at scale."""
+    """Returns the lines of the numbers, of figures, then of what the model says at scale."""
     module = import_module(f"tools.papers.{paper}")
     return [*table(module.NUMBERS), "", *module.figures(), "", *module.scale()]
 

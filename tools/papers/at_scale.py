@@ -12,8 +12,8 @@ HEAD = 64
 
 
 def gradients(hidden: int, ffn: int, experts: int, layout: Layout, cluster: Cluster) -> float:
-    """Seconds in which the gradients of a layer's attention and experts, float32, are reduced over the ranks that hold
-    the same, and its parameters, 16 bits, gathered, as by Megatron's distributed optimizer.
+    """Returns the seconds in which the gradients of a layer's attention and experts, float32, are reduced over the
+    ranks that hold the same, and its parameters, 16 bits, gathered, as by Megatron's distributed optimizer.
 
     Args:
         ffn: of an expert of two matrices, all its shards.

@@ -27,7 +27,7 @@ GROUPS = 2
 
 
 class RowsByGroup(PartitionedRows):
-    """A row for each expert of a token, those for the experts of this rank's own group first.
+    """A pass with a row for each expert of a token, those for the experts of this rank's own group first.
 
     `counts` has each rank's experts in its own order, which begins with its group's.
     """
@@ -86,5 +86,5 @@ class FasterMoeDispatcher(MpmoeDispatcher):
 
 
 def first_expert(ep_rank: int, ep_size: int, experts: int) -> int:
-    """The first expert of a rank's group."""
+    """Returns the first expert of a rank's group."""
     return ep_rank * GROUPS // ep_size * (experts // GROUPS)

@@ -26,7 +26,7 @@ TABLE_VII = {
     16: ((240, 112, 48, 16, 0), (0, 16, 48, 112, 240)),
     32: ((992, 480, 224, 96, 32, 0), (0, 32, 96, 224, 480, 992)),
 }
-"""Messages, of tokens and of experts, by EP size, for domains of 1, 2, 4, ..."""
+"""Numbers of messages, of tokens and of experts, by EP size, for domains of 1, 2, 4, ..."""
 TABLE_IV = {
     "Mix-1": (0.049, 8, 4.7, 0.75),
     "Mix-2": (0.049, 8, 2.35, 0.5),
@@ -47,7 +47,7 @@ OTHERS = {
     "SmartMoE": {"Cluster-M": (2.59, 4.34, 5.97, 7.80, 12.68, 20.91),
                  "Cluster-L": (3.82, 7.46, 10.94, 14.08, 19.25, 29.53)},
 }  # fmt: skip
-"""Of Table V, as TABLE_V."""
+"""The other systems' times in Table V, in the order of TABLE_V."""
 AVERAGE = {"Cluster-M": (1.03, 1.64, 2.15, 2.75, 4.22, 5.47), "Cluster-L": (1.09, 2.10, 3.08, 3.59, 4.49, 5.60)}
 """Speed-ups of Table V over the mean of the three."""
 BANDWIDTHS = (0.125, 1.25)
@@ -61,19 +61,20 @@ TABLE_VI = {
     ("Cluster-L", 48, 2): ((4, 8), 10.89, 3.86),
 }
 """Domain sizes (section V-D), and seconds of Partition and + Migration, by cluster, MB of rows and MB of an expert.
-What else an iteration takes on Cluster-S is not printed."""
+What else an iteration takes on Cluster-S is not printed.
+"""
 COMPRESSION = 33.3
-"""Of one entry in 50 with its place, float32."""
+"""The compression of one entry in 50 with its place, float32."""
 EXPERT_SIZES = (32, 16, 8, 4, 2)
-"""MB, of Fig. 13, at 16 MB of rows."""
+"""Sizes of an expert in MB, of Fig. 13, at 16 MB of rows."""
 CENTRES = {"Cluster-S": 1, "Cluster-M": 2, "Cluster-L": 4}
 MOE_LAYERS = 6
 ETHERNET, PCIE = Link(10 * GBIT * 0.9 / 8, 500e-6), Link(12.5 * GB, 14e-6)
-"""Of one of a data centre's 8 GPUs; the latencies are those of two-data-centres."""
+"""The links of one of a data centre's 8 GPUs; the latencies are those of two-data-centres."""
 
 
 def messages(ranks: int, size: int) -> tuple[int, int]:
-    """Of tokens and of experts, counted group by group."""
+    """Returns the messages of tokens and of experts, counted group by group."""
     domains = ExpertDomains((ranks,), (size,))
     groups = domains.all_to_all_groups(0), domains.gather_groups(0)
     tokens, experts = (sum(len(group) * (len(group) - 1) for group in of_kind) for of_kind in groups)
@@ -81,14 +82,14 @@ def messages(ranks: int, size: int) -> tuple[int, int]:
 
 
 def least_proportion(name: str, bandwidth: float) -> float:
-    """1 - S / G of the domain size that takes least, as Table IV prints p."""
+    """Returns 1 - S / G of the domain size that takes least, as Table IV prints p."""
     pre_expert, data, expert, _ = TABLE_IV[name]
     stream = Stream(8, data * MB, expert * MB, bandwidth, pre_expert * 1e-3)
     return 1 - min((1, 2, 4, 8), key=lambda size: stream.seconds((8 - size) / 7)) / 8
 
 
 def expert_millions(model: str) -> float:
-    """Parameters of an expert that travels, of a model of Table II."""
+    """Returns the millions of parameters of an expert that travels, of a model of Table II."""
     one = KNOWN_MODELS[f"hybridep-{model.lower()}"]
     return LayerWorkload(1, one.hidden, one.ffn, one.gated, one.experts, 1, 2, 0, ep=32).expert_bytes / 2 / 1e6
 
@@ -97,8 +98,8 @@ def expert_millions(model: str) -> float:
 def _communication(
     cluster: str, data: float, expert: float, sizes: tuple[int, ...] | None = None
 ) -> tuple[float, float, tuple[int, ...]]:
-    """Seconds of a layer, forward and backward: stock's, those of domains of these sizes, or of the fastest, and their
-    sizes; MB.
+    """Returns seconds of a layer, forward and backward: stock's, those of domains of these sizes, or of the fastest,
+    and their sizes. `data` and `expert` are in MB.
     """
     centres = CENTRES[cluster]
     workers = (centres, 8) if centres > 1 else (8,)
@@ -114,32 +115,32 @@ def _communication(
 
 
 def iteration(cluster: str, data: int, system: int) -> float:
-    """Seconds as Table V has them, of Tutel (0) or HybridEP (1)."""
+    """Returns the seconds of an iteration as Table V has them, of Tutel (0) or HybridEP (1)."""
     rest = TABLE_V[cluster][6][1]
     return rest + MOE_LAYERS * _communication(cluster, data, 0.36)[system]
 
 
 def ablated(cluster: str, data: float, expert: float, ratio: float) -> float:
-    """Seconds of an iteration of Table VI, experts compressed by `ratio`."""
+    """Returns the seconds of an iteration of Table VI, experts compressed by `ratio`."""
     sizes, *_ = TABLE_VI[cluster, data, expert]
     return TABLE_V[cluster][6][1] + MOE_LAYERS * _communication(cluster, data, expert / ratio, sizes)[1]
 
 
 def by_expert_size(cluster: str, expert: float) -> float:
-    """HybridEP over Tutel with experts of so many MB that travel whole, 16 MB of rows (Fig. 13)."""
+    """Returns HybridEP's speed-up over Tutel with experts of so many MB that travel whole, 16 MB of rows (Fig. 13)."""
     rest, (stock, ours, _) = TABLE_V[cluster][6][1], _communication(cluster, 16, expert)
     return (rest + MOE_LAYERS * stock) / (rest + MOE_LAYERS * ours)
 
 
 def domains(cluster: str, data: float, expert: float) -> str:
-    """The fastest, as "2 x 8"."""
+    """Returns the fastest domains, as "2 x 8"."""
     return " x ".join(map(str, _communication(cluster, data, expert)[2]))
 
 
 @cache
 def simulated(number: int) -> tuple[Scale, ...]:
-    """So many data centres as tools/data_centres.py has them, at BANDWIDTHS: 8,192 tokens of 1,024, top-4, experts of
-    8.4 MB, compressed 25-fold, forward alone.
+    """Returns the results of so many data centres as tools/data_centres.py has them, at BANDWIDTHS: 8,192 tokens of
+    1,024, top-4, experts of 8.4 MB, compressed 25-fold, forward alone.
     """
     outer = tuple(Link(rate * GB, 200e-6) for rate in BANDWIDTHS)
     settings = MigrationSettings(
@@ -149,7 +150,7 @@ def simulated(number: int) -> tuple[Scale, ...]:
 
 
 def large_scale(case: str) -> tuple[float, float]:
-    """Speed-ups over EP at 1,000 data centres, by bandwidth (Fig. 17)."""
+    """Returns speed-ups over EP at 1,000 data centres, by bandwidth (Fig. 17)."""
     return tuple(one.speedup(one.fixed_domain if "domain" in case else one.fixed_p) for one in simulated(1000))
 
 
@@ -354,7 +355,7 @@ NUMBERS: tuple[Published, ...] = (
 
 
 def figures() -> Iterator[str]:
-    """Fig. 12, of the cases of Table IV with B in GB/s; Fig. 13; Fig. 16, for sizes of ours."""
+    """Yields tables of Fig. 12, of the cases of Table IV with B in GB/s; Fig. 13; Fig. 16, for sizes of ours."""
     sizes = (1, 2, 4, 8)
     yield from head("Fig. 12: us of a pass, domains of", *map(str, sizes), "least, as printed")
     for name, (pre_expert, data, expert, printed) in TABLE_IV.items():
@@ -380,7 +381,7 @@ def figures() -> Iterator[str]:
 
 
 def scale() -> Iterator[str]:
-    """`simulated`, with domains of 10, p near 0.9, and the fastest domains."""
+    """Yields a table of `simulated`, with domains of 10, p near 0.9, and the fastest domains."""
     yield "| data centres | GB/s between, a GPU | domains of 10 | p near 0.9 | least time (domain) |"
     yield "|---:|---:|---:|---:|---:|"
     for of_link in range(len(BANDWIDTHS)):

@@ -30,43 +30,43 @@ TP, EP, MIB, K = 8, 2, 2**20, 1024
 MODEL = KNOWN_MODELS["monta-2x70b"]
 LAYOUT = Layout(16, tp=TP, ep=EP, expert_tp=TP)
 CHUNKS = {"O1": 1, "O2": 4, "O3": 4}
-"""Fig. 14: four chunks at O2 and O3."""
+"""The chunks of Fig. 14 by level: four at O2 and O3."""
 OUT, BACK = (Kind.ALL_TO_ALL, "ep"), (Kind.ALL_GATHER, "expert-tp")
 COPIES = (Kind.COPY, None)
 
 
 def exchanged(sequence: int) -> int:
-    """Bytes of a rank's own rows: of b s h elements of 2 bytes, for two experts, its part of TP (eq. 3)."""
+    """Returns the bytes of a rank's own rows: of b s h elements of 2 bytes, for two experts, its part of TP (eq. 3)."""
     return sequence * MODEL.topk * MODEL.hidden * 2 // TP
 
 
 @cache
 def costs() -> Costs:
-    """Of the described A800 nodes, without an op's overhead, which the paper does not count."""
+    """Returns the costs of the described A800 nodes, without an op's overhead, which the paper does not count."""
     return Costs(describe(A800_IB200, LAYOUT, MODEL.hidden, MODEL.ffn // TP).costs().curves)
 
 
 def op_size(level: str, kind: Kind) -> float:
-    """MiB of the first op of a kind in the dispatch of 8K tokens that runs."""
+    """Returns the MiB of the first op of a kind in the dispatch of 8K tokens that runs."""
     one = training_passes(exchanged(8 * K), 1, 1)[0]
     schedule = one.schedule(level, even_chunks(one.exchanged, TP, CHUNKS[level]), EP, TP)
     return next(op.size for op in schedule.ops if op.kind is kind) / MIB
 
 
 def milliseconds(key: tuple[Kind, str | None], megabytes: int) -> float:
-    """Of one op on the described cluster."""
+    """Returns the milliseconds of one op on the described cluster."""
     return costs().curves[key].seconds(megabytes * MB) * 1e3
 
 
 def efficiency(key: tuple[Kind, str | None], megabytes: int) -> float:
-    """r of eqs. 8 and 9 on the described cluster."""
+    """Returns r of eqs. 8 and 9 on the described cluster."""
     bandwidth, ranks = (25 * GB, EP) if key == OUT else (200 * GB, TP)
     size = megabytes * MB
     return size * (ranks - 1) / ranks / bandwidth / costs().curves[key].seconds(size)
 
 
 def activations(row: str, topk: int = MODEL.topk) -> float:
-    """Bytes of a row of Table 4, over b s h l; without scores."""
+    """Returns the bytes of a row of Table 4, over b s h l; without scores."""
     return paper_activations(8 * K, 0, MODEL.hidden, MODEL.heads, MODEL.layers, topk)[row] / (
         8 * K * MODEL.hidden * MODEL.layers
     )
@@ -77,30 +77,32 @@ ZERO = 3
 
 
 def states(zero: int) -> StageMemory:
-    """Of a rank, with the paper's 2, 2 and 12 bytes a parameter (Table 3)."""
+    """Returns the model states of a rank, with the paper's 2, 2 and 12 bytes a parameter (Table 3)."""
     return state_memory(MODEL, LAYOUT, zero=zero, each=BytesPerParameter(gradient=2))
 
 
 def baseline(sequence: int) -> float:
-    """Seconds of DeepSpeed's all-to-all, in which each TP rank sends what all of them hold."""
+    """Returns the seconds of DeepSpeed's all-to-all, in which each TP rank sends what all of them hold."""
     return costs().curves[OUT].seconds(TP * exchanged(sequence))
 
 
 @cache
 def dispatch(sequence: int, level: str) -> float:
-    """Seconds of one dispatch, as the simulator plays it where lanes do not disturb each other."""
+    """Returns the seconds of one dispatch, as the simulator plays it where lanes do not disturb each other."""
     one = Pass("dispatch", exchanged(sequence))
     chunks = even_chunks(one.exchanged, TP, CHUNKS[level])
     return simulate(one.schedule(level, chunks, EP, TP), costs()).seconds
 
 
 def to_baseline(sequence: int, level: str) -> float:
-    """As Fig. 14 has it."""
+    """Returns the time of a dispatch over the baseline's, as Fig. 14 has it."""
     return dispatch(sequence, level) / baseline(sequence)
 
 
 def level_of(sequence: int) -> str:
-    """The least of Fig. 14's candidates; of times within 3 % the first, as training takes them."""
+    """Returns the level with the least time of Fig. 14's candidates; of times within 3 % the
+    first, as training takes them.
+    """
     times = {level: dispatch(sequence, level) for level in LEVELS}
     return next(level for level in LEVELS if times[level] <= 1.03 * min(times.values()))
 
@@ -115,7 +117,9 @@ def _flat(r1: float, r2: float, r3: float) -> Costs:
 
 
 def closed_form(level: str, chunks: int, r1: float, r2: float, r3: float = 0.8, copy: bool = True) -> float:
-    """T over the baseline's, both at the efficiencies of the chunk, as eqs. 13 to 16 take them (Algorithms 1 and 2)."""
+    """Returns T over the baseline's, both at the efficiencies of the chunk, as eqs. 13 to 16 take
+    them (Algorithms 1 and 2).
+    """
     flat, own = _flat(r1, r2, r3), 32 * MB
     stages = stage_seconds(Pass("dispatch", own), level, chunks, EP, TP, flat)
     stages = stages if copy else stages[:2]
@@ -123,23 +127,23 @@ def closed_form(level: str, chunks: int, r1: float, r2: float, r3: float = 0.8, 
 
 
 def inter_over_intra(r1: float, r2: float) -> float:
-    """AA / AG of a chunk (eq. 12)."""
+    """Returns AA / AG of a chunk (eq. 12)."""
     stages = dict(stage_seconds(Pass("dispatch", 32 * MB), "O3", 1, EP, TP, _flat(r1, r2, 1.0)))
     return stages[Lane.INTER] / stages[Lane.INTRA]
 
 
 def _o1() -> float:
-    """T over the baseline's at 8K."""
+    """Returns O1's T over the baseline's at 8K."""
     return to_baseline(8 * K, "O1")
 
 
 def _reduce() -> float:
-    """Half of the AllReduce of the experts' parts at 8K, in which every TP rank has all rows."""
+    """Returns the seconds of half of the AllReduce of the experts' parts at 8K, in which every TP rank has all rows."""
     return costs().curves[BACK].seconds(TP * exchanged(8 * K))
 
 
 def moe_forward(level: str | None) -> float:
-    """Seconds of dispatch, experts and combine at 8K; None: of the baseline (Fig. 16)."""
+    """Returns the seconds of dispatch, experts and combine at 8K; None: of the baseline (Fig. 16)."""
     device = A800_IB200.device
     experts = 2 * 8 * K * MODEL.expert_matrices / TP / (device.peak_flops * device.efficiency)
     if level is None:
@@ -149,7 +153,7 @@ def moe_forward(level: str | None) -> float:
 
 @cache
 def _all_to_all_share() -> float:
-    """The part of a step of the baseline in its all-to-alls: one micro-batch, nothing but compute besides."""
+    """Returns the part of a step of the baseline in its all-to-alls: one micro-batch, nothing but compute besides."""
     exchange, reduce = 4 * baseline(8 * K), 4 * _reduce()
     step = throughput(MODEL, LAYOUT, A800_IB200.device, 1, 8 * K, 1, exchange + reduce).step_seconds
     return MODEL.layers * exchange / step
@@ -317,7 +321,7 @@ NUMBERS: tuple[Published, ...] = (
 
 
 def figures() -> Iterator[str]:
-    """Fig. 14: of a dispatch, over DeepSpeed's all-to-all."""
+    """Yields a table of Fig. 14: a dispatch over DeepSpeed's all-to-all; and one of Fig. 16."""
     yield from head("Fig. 14: sequence", "baseline, ms", "O1", "O2, 4 chunks", "O3, 4 chunks", "printed")
     printed = {8 * K: "0.30 (O1)", 256 * K: "0.253 (O3)"}
     for sequence in MONTA_CHOICES:
@@ -339,7 +343,7 @@ def figures() -> Iterator[str]:
 
 
 def scale() -> Iterator[str]:
-    """One expert a node, top-2, 8K tokens a node: the layer where EP grows with the nodes."""
+    """Yields a table of the layer where EP grows with the nodes: one expert a node, top-2, 8K tokens a node."""
     yield "| GPUs | nodes = EP = experts | DeepSpeed's AllToAll, ms | O1, ms | O3 in 4 chunks, ms | baseline / best |"
     yield "|---:|---:|---:|---:|---:|---:|"
     for nodes in (128, 1024, 4096, 12500):

@@ -31,7 +31,7 @@ MODELS = {
     for name in ("MoE-GPT-S", "MoE-GPT-XL", "MoE-BERT-L")
     for one in [KNOWN_MODELS[f"mpmoe-{name.lower()[4:]}"]]
 }
-"""d_model and d_hidden (Table III)."""
+"""The models' d_model and d_hidden (Table III)."""
 CLUSTERS: dict[str, tuple[KnownCluster, int]] = {"Adira": (ADIRA, 64), "Valor": (VALOR, 16)}
 TOKENS = (4096, 8192, 16384)
 COUNTS = (2, 4, 8)
@@ -51,12 +51,12 @@ def _on(cluster: str, gpus: int, model: str, tokens: int) -> LayerOnCluster:
 
 @cache
 def pipeline(cluster: str, gpus: int, model: str, tokens: int, count: int, strategy: str) -> Prediction:
-    """Of a layer in so many partitions."""
+    """Predicts a layer in so many partitions."""
     return candidate(_on(cluster, gpus, model, tokens), count, strategy)
 
 
 def best(cluster: str, gpus: int, model: str, tokens: int, strategies: tuple[str, ...]) -> tuple[float, int, str]:
-    """Seconds, partitions and strategy of the fastest."""
+    """Returns seconds, partitions and strategy of the fastest."""
     return min(
         (pipeline(cluster, gpus, model, tokens, count, how).seconds, count, how)
         for count in COUNTS
@@ -68,7 +68,9 @@ REUSE = tuple(name for name in STRATEGIES if name != NONE)
 
 
 def speedups(over: str) -> list[float]:
-    """Of MPMoE with the best of S1 to S4, over a baseline: both clusters, all models, all B (Fig. 10)."""
+    """Returns the speed-ups of MPMoE with the best of S1 to S4 over a baseline: both clusters, all
+    models, all B (Fig. 10).
+    """
     baseline = {"FastMoE": fastmoe, "FasterMoE": fastermoe}[over]
     return [
         baseline(_on(cluster, gpus, model, tokens)).seconds / best(cluster, gpus, model, tokens, REUSE)[0]
@@ -79,7 +81,7 @@ def speedups(over: str) -> list[float]:
 
 
 def communication(cluster: str, tokens: int, count: int | None = None) -> float:
-    """ms of dispatch and combine of GPT-XL in so many partitions, or as FasterMoE sends them (Fig. 13)."""
+    """Returns the ms of dispatch and combine of GPT-XL in so many partitions, or as FasterMoE sends them (Fig. 13)."""
     where = cluster, CLUSTERS[cluster][1], "MoE-GPT-XL", tokens
     one = fastermoe(_on(*where)) if count is None else pipeline(*where, count, NONE)
     spans = [span for timeline in one.timelines for span in timeline.spans if span.op.kind in COLLECTIVES]
@@ -87,18 +89,18 @@ def communication(cluster: str, tokens: int, count: int | None = None) -> float:
 
 
 def fastest_count(tokens: int) -> int:
-    """Partitions of GPT-XL without reuse on Adira (Fig. 14)."""
+    """Returns the fastest number of partitions of GPT-XL without reuse on Adira (Fig. 14)."""
     return best("Adira", 64, "MoE-GPT-XL", tokens, (NONE,))[1]
 
 
 def better(strategies: tuple[str, ...], others: tuple[str, ...], gpus: int) -> str:
-    """Which of two kinds of strategies are faster, GPT-XL, B 8K, on Adira (Fig. 15)."""
+    """Returns which of two kinds of strategies are faster, GPT-XL, B 8K, on Adira (Fig. 15)."""
     times = [best("Adira", gpus, "MoE-GPT-XL", 8 * K, kind)[0] for kind in (strategies, others)]
     return " and ".join(strategies if times[0] < times[1] else others)
 
 
 def scaling(system: str, nodes: int = 8) -> float:
-    """Throughput on so many nodes of Adira over that on one (Fig. 17), mean over models and B."""
+    """Returns the throughput on so many nodes of Adira over that on one (Fig. 17), mean over models and B."""
 
     def of(gpus: int, model: str, tokens: int) -> float:
         if system == "MPMoE":
@@ -109,29 +111,33 @@ def scaling(system: str, nodes: int = 8) -> float:
 
 
 def saving(count: int, model: str = "MoE-GPT-XL", tokens: int = 16 * K) -> float:
-    """phi (eq. 6)."""
+    """Returns phi (eq. 6)."""
     return LayerElements(tokens, *MODELS[model], 64).saving_ratio(count)
 
 
 def middle_saving(count: int, tokens: int = 16 * K) -> float:
-    """What of phi is T_M's: H (n - 1) / n of eq. 5."""
+    """Returns the part of phi that is T_M's: H (n - 1) / n of eq. 5."""
     hidden, ffn = MODELS["MoE-GPT-XL"]
     layer = LayerElements(tokens, hidden, ffn, 64)
     return 2 * tokens * ffn * (count - 1) / count / (layer.model_states + 2 * layer.pipelined)
 
 
 def _communicates(compute_less: float, total_less: float) -> float:
-    """The part of seq(n=1) in communication, by what tensor cores took of computation and of the whole (Fig. 16)."""
+    """Returns the part of seq(n=1) in communication, from what tensor cores took of
+    computation and of the whole (Fig. 16).
+    """
     compute = total_less / compute_less  # of the time without tensor cores
     return (1 - compute) / (1 - total_less)
 
 
 PARTS = 6
-"""Of Fig. 16."""
+"""The number of partitions in Fig. 16."""
 
 
 def in_sequence(model: str, count: int = PARTS) -> tuple[float, float]:
-    """Seconds of communication and of computation on Valor, of so many partitions one after another (Fig. 16)."""
+    """Returns the seconds of communication and of computation on Valor, of so many partitions one
+    after another (Fig. 16).
+    """
     costs = _on("Valor", 16, model, 8 * K).expert_costs
     timelines = pipeline("Valor", 16, model, 8 * K, count, NONE).timelines
     ops = [op for timeline in timelines for op in timeline.schedule.ops]
@@ -139,7 +145,7 @@ def in_sequence(model: str, count: int = PARTS) -> tuple[float, float]:
 
 
 def of_sequence(model: str) -> float:
-    """What the fastest of S1 to S4 takes of that (Fig. 16)."""
+    """Returns the part of that time that the fastest of S1 to S4 takes (Fig. 16)."""
     return min(pipeline("Valor", 16, model, 8 * K, PARTS, how).terms[PIPELINE] for how in REUSE) / sum(
         in_sequence(model)
     )
@@ -328,7 +334,7 @@ NUMBERS: tuple[Published, ...] = (
 
 
 def figures() -> Iterator[str]:
-    """Figs. 11 and 13 to 17."""
+    """Yields tables of Figs. 11 and 13 to 17."""
     yield from head("Fig. 11: saved by eq. 6, mean of three models", *(f"{count} partitions" for count in COUNTS))
     printed = {"printed, B not said": ("23%", "34%", "38%")}
     for tokens in (K, 4 * K, 16 * K, 64 * K):
@@ -376,7 +382,7 @@ def figures() -> Iterator[str]:
 
 
 def scale() -> Iterator[str]:
-    """GPT-XL's layer, 8K tokens a GPU, an expert for each EP rank up to 1,024, 200 Gb/s a GPU."""
+    """Yields a table of GPT-XL's layer, 8K tokens a GPU, an expert for each EP rank up to 1,024, 200 Gb/s a GPU."""
     yield (
         "| GPUs | EP = experts | FastMoE, ms | FasterMoE, ms | Tutel, ms | mpmoe, ms (partitions) | FastMoE / mpmoe | "
         "gradients over DP, once a step, ms |"

@@ -30,9 +30,9 @@ from tools.papers.at_scale import gradients
 from tools.papers.published import Published, counted, fitted, follows, head, predicted, row
 
 TOKENS, TOPK, SAMPLES = 1024, 2, 4
-"""Of a sample; experts of a token; samples of a GPU (Table 3)."""
+"""Tokens of a sample, experts of a token, and samples of a GPU (Table 3)."""
 KNOWN = replace(NETMOE_A800, device=GpuSpeed(156 * TFLOPS, 0.6))
-"""Volumes of Table 5 are those of fp32; products are taken in TF32 (data sheet of the A100)."""
+"""The paper's cluster. Volumes of Table 5 are those of fp32; products are taken in TF32 (data sheet of the A100)."""
 MOVED = {2: (43.663, 44.455, 42.801, 43.619, 45.688), 4: (72.427, 72.340, 72.693, 72.217, 72.305)}
 """Percent of samples across nodes (Table 5), by nodes, of the models in order."""
 MOVED_AT_ALL = {2: (91.394, 91.929, 91.799, 91.681, 92.469), 4: (96.427, 96.122, 96.292, 96.159, 96.391)}
@@ -43,7 +43,9 @@ EXPERTS = {2: 1.06, 4: 1.79, 8: 3.19, 16: 5.82, 24: 7.83}
 
 
 def stock_volume(hidden: int, nodes: int) -> tuple[float, float]:
-    """MB between nodes and inside them of one all-to-all of float32 rows where routing is uniform, samples at home."""
+    """Returns the MB between nodes and inside them of one all-to-all of float32 rows where routing is
+    uniform, samples at home.
+    """
     devices = 8 * nodes
     home = np.repeat(np.arange(devices), SAMPLES)
     tokens = np.full((len(home), devices), TOKENS * TOPK // devices)
@@ -56,15 +58,15 @@ NUM = np.array([[1, 0, 2, 1], [1, 1, 1, 1], [0, 1, 1, 2], [3, 1, 0, 0]])
 
 
 def figure_2(*device: int) -> tuple[int, int]:
-    """Tokens between nodes, of each of the two, and inside both, with samples on these devices."""
+    """Returns the tokens between nodes, of each of the two, and inside both, with samples on these devices."""
     volume = placement_volume(NUM, np.array(device), np.array([0, 0, 1, 1]))
     return volume.inter // 2, volume.intra
 
 
 @cache
 def generated(model: str, nodes: int) -> dict[str, np.ndarray]:
-    """MB of an all-to-all between nodes, inside them and on their devices, of routing as in a row of Table 5: with
-    samples at home ("stock") and placed knowing the next layer ("oracle"), over three seeds.
+    """Returns the MB of an all-to-all between nodes, inside them and on their devices, of routing as in a row of Table
+    5: with samples at home ("stock") and placed knowing the next layer ("oracle"), over three seeds.
     """
     row = TABLE5[model][nodes]
     sent = {"stock": np.zeros(3), "oracle": np.zeros(3)}
@@ -78,7 +80,9 @@ def generated(model: str, nodes: int) -> dict[str, np.ndarray]:
 
 
 def less(model: str, nodes: int, side: int) -> float:
-    """Percent of the bytes between nodes (0) or inside them (1) that generated routing's placement saves."""
+    """Returns the percent of the bytes between nodes (0) or inside them (1) that generated
+    routing's placement saves.
+    """
     volumes = generated(model, nodes)
     return 100 * (1 - volumes["oracle"][side] / volumes["stock"][side])
 
@@ -96,7 +100,7 @@ def _layer(
 
 
 def _attention(hidden: int) -> float:
-    """Seconds of a layer's attention, forward and backward."""
+    """Returns the seconds of a layer's attention, forward and backward."""
     return (
         3 * 2 * SAMPLES * TOKENS * hidden * (4 * hidden + TOKENS) / (KNOWN.device.peak_flops * KNOWN.device.efficiency)
     )
@@ -104,7 +108,7 @@ def _attention(hidden: int) -> float:
 
 @cache
 def _placed(model: str, nodes: int, node: int = 8) -> tuple[LayerOnCluster, Prediction]:
-    """A layer with samples at home, and what `netmoe` takes with Table 5's saving of bytes between nodes.
+    """Returns a layer with samples at home, and what `netmoe` takes with Table 5's saving of bytes between nodes.
 
     Args:
         node: GPUs of a node.
@@ -116,7 +120,7 @@ def _placed(model: str, nodes: int, node: int = 8) -> tuple[LayerOnCluster, Pred
 
 
 def all_to_all_speedup(model: str, nodes: int) -> float:
-    """Of the all-to-alls alone, as the simulator plays them (Fig. 7)."""
+    """Returns the speed-up of the all-to-alls alone, as the simulator plays them (Fig. 7)."""
     at_home, ours = _placed(model, nodes)
     before, after = (
         sum(
@@ -131,24 +135,30 @@ def all_to_all_speedup(model: str, nodes: int) -> float:
 
 
 def link_times(model: str, nodes: int) -> tuple[float, float]:
-    """ms of an all-to-all between nodes and inside them by eq. 1, without latencies: Table 5's volumes with NetMoE."""
+    """Returns the ms of an all-to-all between nodes and inside them by eq. 1, without latencies: Table
+    5's volumes with NetMoE.
+    """
     inter, intra = LinkSeconds.of(KNOWN, 8 * nodes, latencies=False)(_with_netmoe(model, nodes))
     return 1e3 * inter, 1e3 * intra
 
 
 def _with_netmoe(model: str, nodes: int) -> Volume:
-    """Table 5's, in bytes."""
+    """Returns Table 5's volumes with NetMoE, in bytes."""
     row = TABLE5[model][nodes]
     return Volume(int(row.inter * 2**20), int(row.intra * 2**20), 0)
 
 
 PROBLEMS, DEVICES = 100, 4
-"""Of `optimal`: one sample a device, two devices a node, an expert a device, 2,048 tokens a sample."""
+"""The number of `optimal`'s problems, and their devices: one sample a device, two devices a node, an expert a
+device, 2,048 tokens a sample.
+"""
 
 
 @cache
 def _small_problems() -> list[tuple[int, list[list[Volume]]]]:
-    """Of each which of all placements the two stages choose, and both all-to-alls' volumes of all placements."""
+    """Returns, for each problem, which of all placements the two stages choose, and both all-to-alls'
+    volumes of all placements.
+    """
     rng, found = np.random.default_rng(0), []
     devices, node = np.arange(DEVICES), np.arange(DEVICES) // 2
     placements = list(permutations(range(DEVICES)))
@@ -163,7 +173,8 @@ def _small_problems() -> list[tuple[int, list[list[Volume]]]]:
 
 
 def optimal(ratio: float) -> tuple[float, float]:
-    """The part of the problems in which the two stages reach eq. 5's optimum, and the most that they are above it.
+    """Returns the part of the problems in which the two stages reach eq. 5's optimum, and the most that they are above
+    it.
 
     Args:
         ratio: beta_inter over beta_intra; without latencies.
@@ -178,7 +189,7 @@ def optimal(ratio: float) -> tuple[float, float]:
 
 @cache
 def speedup(model: str, nodes: int, over: str, node: int = 8) -> float:
-    """Of a transformer layer, with Table 5's saving of bytes between nodes."""
+    """Returns the speed-up of a transformer layer, with Table 5's saving of bytes between nodes."""
     row = TABLE5[model][nodes]
     at_home, ours = _placed(model, nodes, node)
     theirs = {"FastMoE": fastmoe, "FasterMoE": fastermoe}[over](at_home)
@@ -187,18 +198,18 @@ def speedup(model: str, nodes: int, over: str, node: int = 8) -> float:
 
 
 def most(over: str) -> float:
-    """Of all models and both numbers of nodes, as the abstract has it."""
+    """Returns the largest speed-up of all models and both numbers of nodes, as the abstract has it."""
     return max(speedup(model, nodes, over) for model, rows in TABLE5.items() for nodes in rows)
 
 
 def scatter(samples: int, known: KnownCluster = KNOWN, element: int = 4) -> float:
-    """ms of one all-to-all of MoE-GPT-S on 16 GPUs."""
+    """Returns the ms of one all-to-all of MoE-GPT-S on 16 GPUs."""
     on = _layer(768, 2, samples, known, element)
     return 1e3 * on.costs.curves[Kind.ALL_TO_ALL, "ep"].seconds(samples * TOKENS * TOPK * 768 * element)
 
 
 def in_gigabits() -> KnownCluster:
-    """Table 2's 100 GB/s a node read as 100 Gb/s."""
+    """Returns the cluster with Table 2's 100 GB/s a node read as 100 Gb/s."""
     return replace(KNOWN, between=replace(KNOWN.between, bandwidth=100 * GBIT))
 
 
@@ -335,7 +346,7 @@ NUMBERS: tuple[Published, ...] = (
 
 
 def figures() -> Iterator[str]:
-    """Figs. 6 and 7, of a transformer layer and of its all-to-alls."""
+    """Yields a table of Figs. 6 and 7, of a transformer layer and of its all-to-alls."""
     yield from head(
         "Figs. 6 and 7", "nodes", "all-to-alls, by the bytes of Table 5", "as played",
         "time between nodes over inside, eq. 1", "over FastMoE", "over FasterMoE",
@@ -367,7 +378,9 @@ def figures() -> Iterator[str]:
 
 
 def scale() -> Iterator[str]:
-    """Two experts and four samples a GPU, EP over all nodes up to 128; 39 % less between nodes, Table 5's mean."""
+    """Yields a table of two experts and four samples a GPU, EP over all nodes up to 128; 39 % less
+    between nodes, Table 5's mean.
+    """
     yield (
         "| GPUs | EP | rows between nodes | all-to-all, ms | with 39 % less | FastMoE's layer over `netmoe`'s | "
         "gradients over DP, once a step, ms |"

@@ -47,9 +47,9 @@ TESTBEDS: dict[str, tuple[KnownCluster, int]] = {
     "B, 16": (replace(PARM_B, device=GpuSpeed(13.45 * TFLOPS, 0.6)), 16),
     "B, 32": (replace(PARM_B, device=GpuSpeed(13.45 * TFLOPS, 0.6)), 32),
 }
-"""The cluster with its fp32 peak (data sheets), and GPUs."""
+"""The testbeds: the cluster with its fp32 peak (data sheets), and its GPUs."""
 GROUPS = ((2, 2), (2, 4), (4, 2), (4, 4))
-"""N_MP, N_ESP."""
+"""The sizes N_MP and N_ESP."""
 TABLE_IV: dict[str, dict[tuple[int, int], tuple[float, float, float, float]]] = {
     "S1": {(2, 2): (2.10, 2.62, 2.46, 2.72), (2, 4): (2.24, 3.37, 2.85, 2.85),
            (4, 2): (3.72, 4.18, 4.12, 3.92), (4, 4): (4.19, 5.77, 5.08, 4.57)},
@@ -72,7 +72,7 @@ def _cluster(testbed: str, n_mp: int, n_esp: int) -> Cluster:
 def _layer(
     testbed: str, n_mp: int, n_esp: int, tokens: int, hidden: int, ffn: int, factor: float, experts: int | None = None
 ) -> LayerWorkload:
-    """ffn: of a shard."""
+    """Returns a layer on a testbed. `ffn`: of a shard."""
     n_ep = TESTBEDS[testbed][1] // n_esp
     return LayerWorkload(
         tokens, hidden, ffn, False, experts or n_ep, 1, 4, 0, ep=n_ep, etp=n_esp, tp=n_mp, capacity_factor=factor
@@ -80,7 +80,7 @@ def _layer(
 
 
 def _schedules(layer: LayerWorkload, cluster: Cluster) -> dict[str, Prediction]:
-    """The baseline, S1 and S2 of one layer."""
+    """Predicts the baseline, S1 and S2 of one layer."""
     on = LayerOnCluster(layer, cluster)
     found = {one.variant.removeprefix("parm:"): one for one in PARM.candidates(on, PARM.open_options)}
     return {"baseline": deepspeed(on), **found}
@@ -88,7 +88,9 @@ def _schedules(layer: LayerWorkload, cluster: Cluster) -> dict[str, Prediction]:
 
 @cache
 def _cell(testbed: str, n_mp: int, n_esp: int) -> tuple[dict[str, float], ...]:
-    """Of each layer of Table III: seconds by schedule, those that the baseline waits, and what Algorithm 1 takes."""
+    """Returns for each layer of Table III seconds by schedule, those that the baseline waits,
+    and what Algorithm 1 takes.
+    """
     cluster = _cluster(testbed, n_mp, n_esp)
     fits, found = ParmFits.of(cluster), []
     for sizes in _layers(n_esp):
@@ -102,7 +104,7 @@ def _cell(testbed: str, n_mp: int, n_esp: int) -> tuple[dict[str, float], ...]:
 
 
 def speedup(schedule: str, testbed: str, n_mp: int, n_esp: int) -> float:
-    """Mean over the configurations, as Table IV has it."""
+    """Returns the mean speed-up over the configurations, as Table IV has it."""
     return fmean(one["baseline"] / one[schedule] for one in _cell(testbed, n_mp, n_esp))
 
 
@@ -112,18 +114,18 @@ def _all() -> Iterator[dict[str, float]]:
 
 
 def _worse(testbeds: tuple[str, ...]) -> float:
-    """By how much Parm is faster than the worse of S1 and S2, in the mean."""
+    """Returns by how much Parm is faster than the worse of S1 and S2, in the mean."""
     cells = (one for testbed in testbeds for groups in GROUPS for one in _cell(testbed, *groups))
     return fmean(max(one["S1"], one["S2"]) / one["Parm"] for one in cells) - 1
 
 
 def _waits() -> list[float]:
-    """The part of the baseline in which it waits for communication, on 32 GPUs."""
+    """Returns the parts of the baseline in which it waits for communication, on 32 GPUs."""
     return [one["waits"] / one["baseline"] for groups in GROUPS for one in _cell("B, 32", *groups)]
 
 
 def _printed_worse(columns: tuple[int, ...]) -> float:
-    """The same by Table IV's means."""
+    """Returns by how much Parm is faster than the worse of S1 and S2 by Table IV's means."""
     table = TABLE_IV
     return fmean(
         table["Parm"][groups][column] / min(table["S1"][groups][column], table["S2"][groups][column])
@@ -133,12 +135,12 @@ def _printed_worse(columns: tuple[int, ...]) -> float:
 
 
 LAYERS = 12
-"""Of BERT-Base and GPT-2."""
+"""The layers of BERT-Base and GPT-2."""
 
 
 def iteration(testbed: str, tokens: int, sequence: int) -> tuple[float, float]:
-    """Seconds under the baseline and under the better of S1 and S2 of a whole model of hidden size 768 with an expert
-    layer in each of 12, N_MP = N_ESP = 4 (Table V).
+    """Returns the seconds under the baseline and under the better of S1 and S2 of a whole model of hidden size 768 with
+    an expert layer in each of 12, N_MP = N_ESP = 4 (Table V).
 
     Attention computes alike in both. 8 samples, k f = 1.2, an expert for each EP rank, no head: assumed.
     """
@@ -155,24 +157,26 @@ def iteration(testbed: str, tokens: int, sequence: int) -> tuple[float, float]:
 
 
 def model_speedup(testbed: str, tokens: int, sequence: int) -> float:
-    """Of a whole model, as Table V has it."""
+    """Returns the speed-up of a whole model, as Table V has it."""
     baseline, ours = iteration(testbed, tokens, sequence)
     return baseline / ours
 
 
 def _fit(testbed: str) -> AlphaBeta:
-    """Of AG_MP on the described testbed, N_MP = 4 (Fig. 6)."""
+    """Returns the fit of AG_MP on the described testbed, N_MP = 4 (Fig. 6)."""
     return ParmFits.of(_cluster(testbed, 4, 4)).all_gather
 
 
 def _layers(n_esp: int) -> Iterator[tuple[int, int, int, float]]:
-    """Tokens, M, a shard's H and k f of the layers of Table III."""
+    """Yields tokens, M, a shard's H and k f of the layers of Table III."""
     for samples, length, hidden, ffn, factor in product(SAMPLES, LENGTHS, SIZES, SIZES, FACTORS):
         yield samples * length, hidden * n_esp, ffn, factor
 
 
 def saa_gain(testbeds: tuple[str, ...]) -> float:
-    """Layers of S2 with AllGather after the all-to-all, over those with SAA, in the mean (section VI-C)."""
+    """Returns how much longer layers of S2 take with AllGather after the all-to-all than with SAA, in
+    the mean (section VI-C).
+    """
     ratios = []
     for testbed, (n_mp, n_esp) in product(testbeds, GROUPS):
         collectives = Collectives.of(_cluster(testbed, n_mp, n_esp))
@@ -185,7 +189,9 @@ def saa_gain(testbeds: tuple[str, ...]) -> float:
 
 
 def dominated(n_mp: int) -> int:
-    """Layers of Table III, at N_MP, whose baseline communicates less than S1 and S2 (N_MP = 1), or than S2."""
+    """Returns the number of layers of Table III, at N_MP, whose baseline communicates less than S1 and
+    S2 (N_MP = 1), or than S2.
+    """
     found = 0
     for testbed, n_esp in product(TESTBEDS, (2, 4)):
         one = Collectives.of(_cluster(testbed, n_mp, n_esp))
@@ -379,7 +385,7 @@ NUMBERS: tuple[Published, ...] = (
 
 
 def figures() -> Iterator[str]:
-    """Figs. 1 and 7, in parts of the layers."""
+    """Yields tables of Figs. 1 and 7, in parts of the layers."""
     cells = _cell("B, 32", 4, 4)
     speedups, waits = [one["baseline"] / one["Parm"] for one in cells], _waits()
     yield from head("Fig. 7: Parm over the baseline, 32 GPUs, N_MP = N_ESP = 4", "part of the layers")
@@ -403,7 +409,7 @@ def figures() -> Iterator[str]:
 
 
 def scale() -> Iterator[str]:
-    """Nodes as testbed B's, an expert for each EP rank up to 1,024."""
+    """Yields a table of nodes as testbed B's, an expert for each EP rank up to 1,024."""
     yield (
         "| GPUs | N_EP = experts | baseline, ms | S1, ms | S2, ms | baseline / best | `monta`'s levels, ms | "
         "gradients over DP, once a step, ms |"

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 EXACT, ARITHMETIC, PREDICTED, FITTED = "exact", "their arithmetic", "predicted", "fitted"
 PREDICTED_WITHIN = 0.25
-"""Of the published number: what this project asks of its own predictions against measurements of it (docs/papers)."""
+"""The part of the published number within which this project asks its own predictions to be of
+measurements (docs/papers).
+"""
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,13 @@ class Published:
     what: str
     theirs: float | str
     source: str
-    """Table, figure, equation or section; the page where the text at hand has pages."""
+    """The table, figure, equation or section; the page where the text at hand has pages."""
     ours: Callable[[], float | str]
     kind: str
-    """EXACT: counted by the code that runs, or by the closed forms of its model. ARITHMETIC: other numbers that the
-    paper prints, put into its own formulas. PREDICTED: by the simulator, for the paper's cluster as it is described.
-    FITTED: of routing that was made to have it."""
+    """How ours comes about. EXACT: counted by the code that runs, or by the closed forms of its model. ARITHMETIC:
+    other numbers that the paper prints, put into its own formulas. PREDICTED: by the simulator, for the paper's cluster
+    as it is described. FITTED: of routing that was made to have it.
+    """
     within: float = 0.0
     """How far ours may be, in the number's own unit."""
     unmet: str = ""
@@ -40,39 +43,41 @@ class Published:
 def counted(
     what: str, theirs: float, source: str, ours: Callable[[], float], digit: float = 0.0, **more: str
 ) -> Published:
-    """An exact count. `digit`: a unit of the last printed digit: papers round some numbers and cut off others."""
+    """Returns an exact count. `digit`: a unit of the last printed digit: papers round some
+    numbers and cut off others.
+    """
     return Published(what, theirs, source, ours, EXACT, digit, **more)
 
 
 def follows(what: str, theirs: float, source: str, ours: Callable[[], float], digit: float, **more: str) -> Published:
-    """Theirs by their own formula, up to one unit of the last printed digit."""
+    """Returns a number that follows from theirs by their own formula, up to one unit of the last printed digit."""
     return Published(what, theirs, source, ours, ARITHMETIC, digit, **more)
 
 
 def predicted(
     what: str, theirs: float, source: str, ours: Callable[[], float], part: float = PREDICTED_WITHIN, **more: str
 ) -> Published:
-    """Within a part of the published number."""
+    """Returns a number that is predicted within a part of the published one."""
     return Published(what, theirs, source, ours, PREDICTED, part * abs(theirs), **more)
 
 
 def fitted(what: str, theirs: float, source: str, ours: Callable[[], float], within: float) -> Published:
-    """Found again in routing whose two constants a row were fitted to the published numbers."""
+    """Returns a number found again in routing of which two constants a row were fitted to the published numbers."""
     return Published(what, theirs, source, ours, FITTED, within)
 
 
 def chosen(what: str, theirs: str, source: str, ours: Callable[[], str], **more: str) -> Published:
-    """A choice that is the same, or not."""
+    """Returns a choice that is the same, or not."""
     return Published(what, theirs, source, ours, PREDICTED, **more)
 
 
 def shown(number: float | str) -> str:
-    """As tables have it: four digits."""
+    """Returns a number as tables have it: four digits."""
     return number if isinstance(number, str) else f"{number:.4g}"
 
 
 def table(numbers: Iterable[Published]) -> Iterator[str]:
-    """The rows of a page of docs/papers."""
+    """Yields the rows of a page of docs/papers."""
     yield "| published | source | theirs | ours | kind | asserted within | |"
     yield "|---|---|---:|---:|---|---:|---|"
     for one in numbers:
@@ -83,11 +88,11 @@ def table(numbers: Iterable[Published]) -> Iterator[str]:
 
 
 def row(*cells: object) -> str:
-    """A row of any other table."""
+    """Returns a row of any other table."""
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def head(*names: str) -> Iterator[str]:
-    """The head of a table whose first column is text."""
+    """Yields the head of a table whose first column is text."""
     yield row(*names)
     yield row("---", *["---:"] * (len(names) - 1)).replace(" ", "")

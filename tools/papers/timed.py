@@ -27,15 +27,17 @@ from tools.papers.published import head, row
 from tools.points import Links, found_at, run
 
 PROFILE_SECONDS = {2: 45.0, 4: 45.0, 8: 60.0}
-"""By ranks of a node. With 15, two processor cores give curves that are off by half at the sizes below."""
+"""The seconds to measure a profile for, by ranks of a node. With 15, two processor cores give curves that are off by
+half at the sizes below.
+"""
 STEPS, WARMUP = 5, 1
 SAMPLE_LAYERS = 12
-"""Of NetMoE's routing: the samples of a step come home once, however many there are."""
+"""The layers of NetMoE's routing: the samples of a step come home once, however many there are."""
 COMPRESSION = 25.0
 """The paper's setting for SR-based compression: 50 times fewer entries, each with its place."""
 FASTERMOE = "fastermoe"
 LIMIT = 100
-"""Seconds of a point besides its profile, unless it says more."""
+"""The most seconds of a point besides its profile, unless it says more."""
 
 
 TWO, FOUR, EIGHT = (Links("200mbit", "1600mbit", ranks) for ranks in (2, 4, 8))
@@ -61,9 +63,11 @@ class Point:
     layer: LayerSettings
     ratios: tuple[Ratio, ...]
     model: str | None = None
-    """NetMoE's, whose routing is replayed through layers without experts."""
+    """The name of NetMoE's model whose routing is replayed through layers without experts; None:
+    the point is no such one.
+    """
     end_to_end: bool = False
-    """Of a model: its layers have experts and attention, too."""
+    """Whether the point is of a whole model: its layers have experts and attention, too."""
     limit: int = LIMIT
     """Seconds that it may take besides its profile."""
 
@@ -79,7 +83,7 @@ class Point:
         return travel or self.model is not None or FASTERMOE in self.variants
 
     def profile_settings(self) -> ProfileSettings:
-        """What is profiled for it, which serves all points of the same."""
+        """Returns what is profiled for it, which serves all points of the same."""
         layer, ranks = self.layer, self.links.ranks
         return ProfileSettings(
             layer.tp, 1, layer.ep_size(2 * ranks), layer.expert_tp, layer.hidden, layer.ffn_hidden, layer.dtype,
@@ -92,7 +96,7 @@ class Timed:
     """What a point has found."""
 
     seconds: dict[str, list[float]]
-    """Of each round, by variant."""
+    """The seconds of each round, by variant."""
     predicted: dict[str, float]
     """Seconds by variant, where there is a prediction."""
     chosen: dict[str, str] = field(default_factory=dict)
@@ -106,11 +110,13 @@ def _layer(dispatchers: str, tokens: int, hidden: int, ffn: int, experts: int, t
 
 
 PARM_COLUMN = "B, 8"
-"""Testbed B has nodes of four GPUs, as these points."""
+"""The column of Table IV, for testbed B has nodes of four GPUs, as these points."""
 PARM_GRID = tuple(product(parm.GROUPS, (128, 256, 512), parm.FACTORS, (128, 256)))
-"""(N_MP, N_ESP), tokens of a rank (B L), k f, and M = H of a shard: Table III's over 8."""
+"""The grid of Parm's points: (N_MP, N_ESP), tokens of a rank (B L), k f, and M = H of a shard: Table III's over 8."""
 _SPREAD = 43
-"""Shares no factor with 48: neighbours in the list are far from each other in the grid."""
+"""The stride through the grid, which shares no factor with 48: neighbours in the list are far
+from each other in the grid.
+"""
 
 
 def _parm() -> Iterator[Point]:
@@ -139,7 +145,9 @@ def _parm() -> Iterator[Point]:
 
 
 def points() -> list[Point]:
-    """All points: the eight first of Parm's and the other papers', their longest last, then the rest of Parm's."""
+    """Returns all points: the eight first of Parm's and the other papers', their longest last,
+    then the rest of Parm's.
+    """
     monta = [
         Point(
             f"monta: TP 8, EP 2, {tokens} tokens a rank",
@@ -247,10 +255,10 @@ MONTA = {
     "monta:O2x4": "5.7 at 8K (eq. 15)",
     "monta:O3x4": "4.0 at 256K, measured (Fig. 14)",
 }
-"""One over what the paper has of its baseline."""
+"""The speed-ups that the paper has of a level over its baseline."""
 FIGURE_9 = "the fastest of all with 2 and with 4 GPUs a node (Fig. 9)"
 FIGURE_13 = ("expert-migration:1x1", "expert-migration:2x1", "expert-migration:2x2")
-"""Domains of which the paper's model, too, chooses."""
+"""The variants of Fig. 13: domains of which the paper's model, too, chooses."""
 
 
 # ------------------------------------------------------------------------------------------------------ on the ranks
@@ -349,7 +357,7 @@ def attention_seconds(work: Any, length: int, cluster: Any) -> float:
 
 
 def rows(point: Point, timed: Mapping[str, Any]) -> Iterator[str]:
-    """The rows of a point: what was measured, predicted and published of each ratio."""
+    """Yields the rows of a point: what was measured, predicted and published of each ratio."""
     seconds, predicted, chosen = timed["seconds"], timed["predicted"], timed["chosen"]
     for ratio in point.ratios:
         fast = chosen.get(ratio.fast, ratio.fast)
@@ -364,7 +372,7 @@ def rows(point: Point, timed: Mapping[str, Any]) -> Iterator[str]:
 
 
 def table(out: Path) -> Iterator[str]:
-    """The table of the points that are there."""
+    """Yields the table of the points that are there."""
     yield from head("point", "ratio", "measured", "predicted for netbox", "off by", "the paper's")
     for point in points():
         if (found := found_at(out, point)) is not None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 # sum over all tokens of a rank, here many: in fp32 its rounding alone passes the 1e-6 that the tests hold.
 TOLERANCE = {"fp32": 5e-6, "bf16": 1e-2}
 LOSSY = {WireFormat.SAME: 0.0, WireFormat.BF16: 2e-2, WireFormat.FP8: 0.1, WireFormat.MXFP8: 0.1}
-"""The same where rows are rounded on the wire, several times on the way to a gradient."""
+"""The same tolerance where rows are rounded on the wire, which happens several times on the way to a gradient."""
 RECORDED_STEPS = 3  # of which one is kept: that with the median time
 
 

@@ -10,14 +10,14 @@ from megatron_moe_opt.topology.nodes import NodeMap
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Bytes per second; None where the job has no such link."""
+    """How fast a job's links are, in bytes per second; None where the job has no such link."""
 
     inter_node: float | None
-    """Out of one node, all its ranks together, while as much enters it: both directions at once."""
+    """The rate out of one node, all its ranks together, while as much enters it: both directions are in use at once."""
     intra_node: float | None
-    """Between the ranks of one node, all together and both directions at once."""
+    """The rate between the ranks of one node, all together and in both directions at once."""
     inter_node_one_way: float | None = None
-    """Out of one node while nothing enters it; not less than `inter_node`. None: as much."""
+    """The rate out of one node while nothing enters it; not less than `inter_node`. None: the same as `inter_node`."""
 
     def inter_node_seconds(self, leaving: int, entering: int) -> float | None:
         """Returns the least time in which so many bytes can leave and enter a node; None without such links.

@@ -73,7 +73,7 @@ def _by_ratio(settings: LayerSettings) -> dict[float, dict[str, str]]:
 
 
 def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, workers: tuple[int, ...]) -> LayerWorkload:
-    """The layer as the planner takes it.
+    """Returns the layer that `settings` describe as the planner takes it.
 
     Args:
         workers: of each network level of the expert-parallel group, the slowest first.

@@ -22,7 +22,7 @@ class RecordedStep:
     timelines: tuple[Timeline, ...]
     """The recorded timelines; those that ran beside the others come last."""
     stages: tuple[Stages, ...] = ()
-    """Of the layer, forward and backward; none where they were not observed."""
+    """The stages of the layer, forward and backward; empty where they were not observed."""
 
     @property
     def schedules(self) -> tuple[Timeline, ...]:
@@ -37,7 +37,9 @@ class RecordedStep:
 
     @property
     def seconds(self) -> float:
-        """From the layer's first stage to its last; of the schedules where stages were not observed."""
+        """Returns the seconds from the layer's first stage to its last; those of its schedules
+        without observed stages.
+        """
         if self.stages:
             return max(one.end for one in self.stages) - min(one.begin for one in self.stages)
         return sum(one.seconds for one in self.schedules)

@@ -9,7 +9,7 @@ from megatron_moe_opt.topology.expansion import Expansion
 from megatron_moe_opt.topology.layouts import HORIZONTAL, VERTICAL
 
 SENDS_LESS = 0.9
-"""What a rank sends, over what it sends under stock, from which on that is told as a reason."""
+"""The largest ratio of what a rank sends to what it sends under stock, in bytes, at which that is given as a reason."""
 
 
 def advice(case: Case) -> str:

@@ -81,7 +81,7 @@ class Case:
 
     @property
     def expansion(self) -> Expansion | None:
-        """How MoNTA would lay CP to EP; None where they leave no choice, or its rule has no layout.
+        """Returns how MoNTA would lay CP to EP; None where TP, CP and EP leave no choice, or its rule has no layout.
 
         The rule is for TP, and expert-TP as much, over whole nodes: elsewhere vertical groups may lie inside one.
         """
@@ -127,11 +127,11 @@ class Case:
         return of_stock.total + layers * min(layout.pp, settings.micro_batches) * more
 
     def fits(self, one: Prediction) -> bool:
-        """Whether a GPU can hold it, with FITS of its memory; True where the memory of a GPU is not known."""
+        """Whether a GPU can hold the candidate within FITS of its memory; True where a GPU's memory is not known."""
         return self.has_room(one.activation_bytes)
 
     def has_room(self, held: int) -> bool:
-        """Whether a GPU can hold so many bytes of a MoE layer's activations, as `fits` has it."""
+        """Whether a GPU can hold so many bytes of a MoE layer's activations, by the same rule as `fits`."""
         return self.site.memory is None or self._memory(held) <= FITS * self.site.memory
 
     def step(self, one: Prediction) -> Throughput | None:
@@ -153,8 +153,8 @@ class Case:
         return communication(self.model, layout, self.site.cluster, tokens, settings.element_bytes)
 
     def _run_again(self, one: Prediction) -> float:
-        """Seconds of a micro-batch in which all layers of a stage run forward again: a third of what computes, and half
-        of what communicates.
+        """Returns the seconds that a micro-batch takes longer where all layers of a stage run forward again: a third of
+        what computes, and half of what communicates.
         """
         settings, model, layout = self.settings, self.model, self.site.layout
         alone = throughput(

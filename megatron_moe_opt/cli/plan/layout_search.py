@@ -23,7 +23,7 @@ from megatron_moe_opt.topology.layouts import Layout
 
 SHOWN = 8
 TOKENS_OF_STEP = 4 * 2**20
-"""Of a step, where --global-batch does not say how many sequences."""
+"""The tokens of a step where --global-batch does not say how many sequences it has."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Searched:
     """The fastest layouts, and how many there were."""
 
     cases: tuple[Case, ...]
-    """The SHOWN fastest, each with what runs its MoE layers fastest, and not with all candidates."""
+    """The SHOWN fastest cases, each with predictions of what runs its MoE layers fastest, not of all candidates."""
     compared: int
-    """Arrangements of layout, micro-batch and recomputation that may fit."""
+    """The number of arrangements of layout, micro-batch and recomputation that may fit."""
     too_large: int
     """Number of arrangements that do not fit, whatever the dispatcher."""
 
@@ -136,7 +136,7 @@ def _bounded(settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangeme
     """
     sites: dict[Layout, Site | None] = {}
     alike: dict[tuple[Layout, int], Case] = {}
-    """Cases by what decides a MoE layer, which recomputation does not."""
+    """The cases by what decides a MoE layer, layout and micro-batch: recomputation makes no difference to them."""
     found = []
     for one in ones:
         if one.micro_batch * settings.sequences[0] % (one.layout.tp * one.layout.cp):

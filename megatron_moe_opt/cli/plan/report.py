@@ -35,14 +35,14 @@ from megatron_moe_opt.variants import split_variant
 
 WIDTH = 100
 DISTRIBUTED_OPTIMIZER = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-"""What the memory and the time of a step are counted with."""
+"""The flags of the optimizer that the memory and the time of a step are predicted for."""
 RECOMPUTE_FLAGS = {
     "none": (),
     "selective": ("--recompute-granularity", "selective"),
     "full": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
 }
 FASTEST = 10
-"""Candidates that are shown, besides the best of each system."""
+"""The number of candidates that are shown, besides the best of each system."""
 MIB = 2**20
 _EXPERTS = {Kind.COMPUTE: "experts, forward", Kind.GRADIENT: "experts, backward"}
 
@@ -330,7 +330,7 @@ def _with_setting(one: Prediction) -> str:
 
 
 def _is_montas(case: Case) -> bool:
-    """Whether this is what MoNTA's paper publishes its choices for."""
+    """Whether the case is the cluster, model and layout for which MoNTA's paper publishes its choices."""
     layout = case.site.layout
     sizes = layout.world, layout.tp, layout.ep, layout.expert_tp
     return (case.settings.cluster, case.settings.model.name, sizes) == ("a800-ib200", "monta-2x70b", (16, 8, 2, 8))

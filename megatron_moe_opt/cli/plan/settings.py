@@ -25,8 +25,9 @@ MODEL_SIZES = {field.name: bool if field.type == "bool" else int for field in fi
 """What --model may say besides a name."""
 MAY_BE_NONE = ("shared_ffn", "dense_layers", "dense_ffn")
 CLUSTER_NUMBERS = dict.fromkeys(("tflops", "efficiency", "op_us", "inter", "intra", "copy"), float)
-"""What --cluster may say besides a name: of a GPU, of every op, and GB/s in the place of a known cluster's links and
-memory, which are reached at every size."""
+"""What --cluster may say besides a name: tflops and efficiency of a GPU, op_us of every op, and the GB/s (inter, intra,
+copy) that replace those of a known cluster's links and memory and are reached at every size.
+"""
 BANDWIDTHS = ("inter", "intra", "copy")
 NEEDED = ("layers", "hidden", "ffn", "experts", "topk", "heads", "vocabulary")
 
@@ -42,7 +43,7 @@ class PlanSettings:
     model: Named
     """The model's name, and sizes that are fields of ModelShape."""
     sizes: Mapping[str, int | None]
-    """Of the world and of parallelism, by flag. None: the file's, or 1."""
+    """The sizes of the world and of the parallel groups, by flag. None: the size that the cluster's file has, or 1."""
     sequence_parallel: bool
     sequences: tuple[int, ...]
     micro_batch: int
@@ -119,9 +120,9 @@ class Site:
     cluster: Cluster
     layout: Layout
     workers: tuple[int, ...]
-    """Of each network level of the EP groups, the slowest first."""
+    """The workers of each network level of the EP groups, the slowest level first."""
     levels_named: bool
-    """Whether a run must be told these levels: which ranks share a node does not tell."""
+    """Whether a run must be told these levels, because they do not follow from which ranks share a node."""
     device: GpuSpeed | None
     """The GPU's speed; None: it is not known, and nothing is said about steps."""
     memory: float | None

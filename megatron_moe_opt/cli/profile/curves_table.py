@@ -73,7 +73,7 @@ def _named_curves(cluster: Cluster) -> dict[str, tuple[Points, Bus | None]]:
 
 
 def _of_bus(bus: Bus | None, size: int, seconds: float) -> tuple[str, str]:
-    """busbw, and its part of the link's peak."""
+    """Returns the bus bandwidth and the part of the link's peak that it reaches, as texts; empty where not known."""
     if bus is None:
         return "", ""
     rate = bus.bandwidth(size, seconds)

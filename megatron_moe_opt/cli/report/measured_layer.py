@@ -29,18 +29,18 @@ class DispatcherResult:
 
     dispatcher: str
     seconds: tuple[float, ...]
-    """Of each round: forward and backward on the slowest rank."""
+    """The seconds of each round: forward and backward on the slowest rank."""
     ratios: tuple[float, ...]
-    """Of each round: seconds over the baseline's in the same round."""
+    """The ratio of each round: its seconds over the baseline's in the same round."""
     output_difference: float
-    """From the baseline's output, over all ranks: norm of the difference over the norm."""
+    """The difference from the baseline's output over all ranks: norm of the difference over the norm."""
     gradient_difference: float
-    """The same of the gradient that differs most (input, router, experts)."""
+    """The same difference of the gradient that differs most (input, router, experts)."""
     traffic: tuple[TrafficRow, ...]
-    """Sent by all ranks in one step."""
+    """What all ranks together sent in one step."""
     wire_limit: WireLimit | None
     peak_memory_bytes: int | None
-    """Growth over one step (live_memory.peak_memory_growth) on the rank where it is largest."""
+    """The growth of memory over one step (live_memory.peak_memory_growth) on the rank where it is largest, in bytes."""
 
     @property
     def median(self) -> float:
@@ -67,7 +67,7 @@ class ReportTable:
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     names: int = 1
-    """Columns on the left that name the row; the others hold numbers."""
+    """The number of columns on the left that name the row; the others hold numbers."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LayerReport:
     balance: RoutingBalance
     predicted: Predicted
     recorded: Mapping[str, RecordedStep]
-    """A step by dispatcher; empty where none was asked for."""
+    """A recorded step of each dispatcher, by its name; empty where none was asked for."""
 
 
 def print_report(report: LayerReport, console: Console) -> None:

@@ -77,7 +77,7 @@ def layer_timeline(settings: LayerSettings, rank: int | None, files: Sequence[Pa
 
 
 def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Callable[[Op], float]:
-    """What the ops of the settings' schedules cost.
+    """Returns a function of an op that gives the seconds which the ops of the settings' schedules cost.
 
     Raises:
         ConfigurationError: a curve of mpmoe's is missing.

@@ -19,7 +19,7 @@ TRACE = ".json"
 
 
 def check_timeline_files(option: str, files: Sequence[Path]) -> None:
-    """`check_output_file` of each; a picture that cannot be drawn is refused too."""
+    """Refuses, with ConfigurationError, files that cannot be written and pictures that cannot be drawn."""
     for file in files:
         check_output_file(option, file)
         if file.suffix != TRACE:

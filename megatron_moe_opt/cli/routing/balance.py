@@ -18,9 +18,9 @@ class RoutingBalance:
     """Rows of one step: (token, expert) pairs as they were routed, before any is dropped for capacity."""
 
     of_expert: tuple[int, ...]
-    """[experts] rows that each expert gets from all ranks."""
+    """The rows that each expert gets from all ranks, [experts]."""
     of_rank: tuple[int, ...]
-    """[world size] rows that pass through the experts of each rank; every shard of an expert sees all its rows."""
+    """The rows that pass through the experts of each rank, [world size]; every shard of an expert sees all its rows."""
 
 
 def balance(chosen: Sequence[Sequence[int]], layout: Layout) -> RoutingBalance:

@@ -25,9 +25,9 @@ from megatron_moe_opt.schedules.picture import check_picture
 
 WIDTH = 150
 PARTS = 8
-"""Of a recording that is long enough to show how its routing changes, a row each."""
+"""The number of parts, a row each, of a recording that is long enough to show how its routing changes."""
 POINTS = 50
-"""Of a line of the picture, at most: each is of the passes up to the next."""
+"""The most points of a line of the picture: each stands for the passes up to the next."""
 
 
 def report_replay(path: Path, nodes: int, ranks_per_node: int, expert_order: Path | None, output: Path | None) -> None:

@@ -98,17 +98,19 @@ class Controller:
         self.plan: Plan | None = None
         """The plan of --moe-opt-plan; None: there is none, or it was not read yet."""
         self._look = Look(config, options)
-        """At the step that is planned by."""
+        """Looks at the step that the plan is made by."""
         self.first_step: FirstStep | None = None
-        """What all ranks saw in it, or in a later one that ran like it; None: not yet."""
+        """What all ranks saw in the step that was looked at, the first or a later one
+        that ran like it; None: not yet.
+        """
         self.own_profile: OwnProfile | None = None
         """What this run has measured itself; None: not yet, or it is given a profile or a plan."""
         self.shapes: tuple[Alike, ...] = ()
-        """That the layers have, with what takes longest first; they are tried one after the other."""
+        """The shapes that the layers have, the one that takes longest first; they are tried one after the other."""
         self.trying: Alike | None = None
-        """That of `shapes` whose trials are under way, or were the last. None: not yet."""
+        """The one of `shapes` whose trials are under way, or were the last. None: not yet."""
         self._number = 0
-        """Index of `trying` in `shapes`."""
+        """The index of `trying` in `shapes`."""
         self.planned: str | None = None
         """The variant that was planned for them; None: not yet, or not the same one for all layers."""
         self.measured: dict[str, float] = {}
@@ -121,9 +123,9 @@ class Controller:
         self.chosen: dict[LayerWorkload | None, str] = {}
         """What the last trials have chosen, by the shape of the layers. Ranks without layers know it too."""
         self._fitting: set[str] = set()
-        """What all GPUs are known to have room for."""
+        """The variants that all GPUs are known to have room for."""
         self._starting: set[str] = set()
-        """What of Megatron's own is known to start on all ranks."""
+        """The variants of Megatron's own that are known to start on all ranks."""
         self._drift: Drift | None = None
         """Watches the steps after the last trials; None: there were none."""
         self._plan_is_agreed = False
@@ -173,8 +175,8 @@ class Controller:
             handle = before_pass(layer.layer, use_planned)
 
     def after_step(self) -> None:
-        """To be called when an optimizer step has ended. A collective call over the world until the choice is made, and
-        then every so many steps.
+        """Goes on with looking, planning and trying; called when an optimizer step has ended. A collective call over
+        the world until the choice is made, and then every so many steps.
         """
         if self.settled:
             self._watch()
@@ -191,7 +193,7 @@ class Controller:
             self._go_on()
 
     def after_skipped_step(self) -> None:
-        """To be called when an optimizer has skipped a step, whose passes and time are no other step's."""
+        """Leaves out a step that the optimizer has skipped: its passes and its time are no other step's."""
         self.clock.forget()
         if not self.settled and self.trials is None:
             self._look.again()
@@ -258,11 +260,11 @@ class Controller:
 
     @cached_property
     def _costs(self) -> Cluster:
-        """What all plans are made by: what was measured, or --moe-opt-profile, which is read once. On rank 0."""
+        """Returns what all plans are made by: what was measured, or --moe-opt-profile, read once. On rank 0."""
         return Cluster.load(self.options.profile) if self.own_profile is None else self.own_profile.cluster
 
     def _make_plan(self, first: FirstStep) -> tuple[Alike, ...]:
-        """What is tried in the layers of each shape, those first that take most time. On rank 0."""
+        """Returns what is tried in the layers of each shape, the shape that takes most time first. On rank 0."""
         if self.plan is not None:
             found = (tried_by_plan(self.plan, self.config, first),)
         else:
@@ -394,7 +396,7 @@ class Controller:
             self._rest()
 
     def _rest(self) -> None:
-        """Nothing is tried any more, until steps take another time."""
+        """Ends the trials; nothing is tried any more until steps take another time."""
         self.settled = True
         self.clock.forget()
         self._drift = Drift(self.overhead, is_first=self._drift is None)
@@ -414,14 +416,14 @@ _controller: Controller | None = None
 
 
 def new_controller() -> None:
-    """Layers that are built from now on are planned by themselves."""
+    """Has layers that are built from now on planned by themselves."""
     global _controller
     _controller = None
 
 
 @contextmanager
 def controller_aside() -> Iterator[None]:
-    """Layers that are built inside the block are none of the present controller's."""
+    """Keeps layers that are built inside the block apart from the present controller."""
     global _controller
     outside, _controller = _controller, None
     try:
@@ -431,7 +433,7 @@ def controller_aside() -> Iterator[None]:
 
 
 def controller_of(config: Any, options: Options) -> Controller:
-    """The controller of the layers that are being built; every rank that builds a configuration with `auto` has it."""
+    """Returns the controller of the layers that are being built, which every rank has that builds one with `auto`."""
     global _controller
     if _controller is None:
         _controller = Controller(config, options)
@@ -443,7 +445,7 @@ def controller_of(config: Any, options: Options) -> Controller:
 
 
 def current_controller() -> Controller | None:
-    """Of the layers that were built last; None where none of them is planned."""
+    """Returns the controller of the layers that were built last; None where none of them is planned."""
     return _controller
 
 
@@ -468,7 +470,7 @@ def _after_skipped_step() -> None:
 
 
 def _is_of_planned_model() -> bool:
-    """Whether the step that has ended is of a model with layers that are planned, on whatever rank: all ranks know."""
+    """Whether the step that has ended is of a model with planned layers, on whatever rank: all ranks know."""
     configs = configs_of_step()
     planned = (one.num_moe_experts is not None and one.moe_token_dispatcher_type == AUTO for one in configs)
     return not configs or any(planned)

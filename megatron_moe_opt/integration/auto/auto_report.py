@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def plan_lines(controller: Controller) -> list[str]:
-    """What was planned and why, as a table."""
+    """Returns what was planned and why, as a table."""
     own = controller.own_profile
     source = own.source if own is not None else controller.options.plan or controller.options.profile
     lines = [f"plan from {source}:"] if len(controller.shapes) > 1 else []
@@ -56,7 +56,7 @@ def _lines_of(of_shape: Alike, begin: str) -> list[str]:
 
 
 def settled_lines(controller: Controller, chosen: str) -> list[str]:
-    """What was measured, beside what was predicted, and what stays."""
+    """Returns what was measured, beside what was predicted, and what stays."""
     if not controller.measured:
         return [f"{chosen} stays: nothing else has room"]
     measured, predicted = controller.measured, {one.variant: one.seconds for one in controller.predicted}
@@ -87,7 +87,7 @@ def _predicted_saving(predicted: Mapping[str, float], chosen: str, passes: int) 
 
 
 def _flags(variant: str) -> list[str]:
-    """What names a variant on the command line."""
+    """Returns the flags that name a variant on the command line."""
     name, _, setting = variant.partition(":")
     backend = ["--moe-flex-dispatcher-backend", setting] if name == FLEX else []
     return [FLAG, name, *backend, *split_variant(variant, None)[1].words()]

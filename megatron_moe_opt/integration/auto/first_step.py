@@ -38,7 +38,7 @@ class Seen:
 
     workload: LayerWorkload
     rows: float
-    """Rows of this rank in a pass."""
+    """The mean number of rows that this rank's experts computed in a pass."""
     passes: int = 1
     """Number of forward passes."""
     tokens: tuple[int, int] = (0, 0)
@@ -52,7 +52,7 @@ class FirstStep:
     seen: tuple[tuple[Seen, ...], ...]
     """Each rank's layers, in their order."""
     rooms: tuple[Room, ...] = ()
-    """What the GPU of each rank had; none: there are no GPUs."""
+    """The memory that the GPU of each rank had; empty where there are no GPUs."""
     placement_saving: float | None = None
     """The part of the bytes between nodes that `netmoe` would have saved; None: not known."""
     at_home: str | None = None
@@ -71,7 +71,7 @@ class FirstStep:
 
     @property
     def by_shape(self) -> dict[LayerWorkload, list[list[Seen]]]:
-        """Of each workload that layers share but for tokens, each rank's layers."""
+        """Returns each rank's layers by their shape: the workload that they share, but for its tokens."""
         found: dict[LayerWorkload, list[list[Seen]]] = {}
         for rank, of_rank in enumerate(self.seen):
             for one in of_rank:
@@ -101,28 +101,28 @@ class Alike:
     """Predictions for a pass of one of them, the fastest first."""
     refused: tuple[Refusal, ...]
     planned: str | None
-    """None: not the same for all of them, or what cannot be left."""
+    """The planned variant; None: it is not the same for all of the layers, or they run what cannot be left."""
     passes: int
-    """Forward passes of all of them on a rank in the step, on the rank that had most."""
+    """The forward passes of all of the layers on a rank in the step, on the rank that had most."""
     workload: LayerWorkload
-    """That was planned for: of the layer with most tokens, its rows as uneven as in the most uneven layer."""
+    """The workload planned for: that of the layer with most tokens, its rows as uneven as in the most uneven layer."""
     beside: tuple[str, ...] = ()
-    """What of Megatron's own is tried without a prediction."""
+    """The variants of Megatron's own that are tried without a prediction."""
     ran: str = ALLTOALL
     """The variant of the step that this was planned by."""
     kept: str | None = None
-    """What earlier trials have kept in them, where it is among the predicted; None: it is not, or there were none."""
+    """The variant that earlier trials have kept in the layers; None: it is not predicted, or there were no trials."""
 
     def keeping(self, variant: str | None) -> Alike:
         """Returns the same after trials that have kept a variant."""
         return dataclasses.replace(self, kept=variant if variant in [one.variant for one in self.predicted] else None)
 
     def above(self, variant: str) -> int:
-        """Bytes that a pass is predicted to hold under a variant besides what it held; 0 where nobody predicts it."""
+        """Returns the bytes that a pass is predicted to hold under a variant beyond what it held; 0: not predicted."""
         return _above(self.predicted, self.ran).get(variant, 0)
 
     def communicators(self, variant: str) -> int:
-        """At most how many communicators get buffers for a variant on a rank, besides those of the step."""
+        """Returns the most communicators that get buffers for a variant on a rank, besides those of the step."""
         return 0 if variant == self.ran else _communicators(variant, {self.workload.workers}, self.workload.etp)
 
 

@@ -17,7 +17,7 @@ from megatron_moe_opt.planning.plan_file import Plan, facts_of_plan
 
 
 def read_plan(file: Path, config: Any) -> Plan:
-    """The plan, which is one for this model. Says on rank 0 what else it was not made for.
+    """Returns the plan in a file, which is one for this model. Says on rank 0 what else it was not made for.
 
     Args:
         config: Megatron's TransformerConfig.

@@ -22,7 +22,7 @@ class Look:
         self.config, self.options = config, options
         self.layers: list[PlannedLayer] = []
         self._routing: list[SampleRouting] = []
-        """Of each layer, where `netmoe` could run; of none under a plan.json, which says whether it does."""
+        """The routing of each layer where `netmoe` could run; empty under a plan.json, which says whether it does."""
 
     def at(self, layers: Iterable[PlannedLayer]) -> None:
         """Looks at these layers too."""
@@ -33,18 +33,18 @@ class Look:
                 self._routing.append(SampleRouting(layer.layer.router))
 
     def again(self) -> None:
-        """The step that was under way counts for nothing; the next one does."""
+        """Begins to look anew: the step that was under way counts for nothing, and the next one does."""
         for layer in self.layers:
             layer.look()
 
     def taken(self) -> FirstStep:
-        """What was seen; it looks no more. A collective call over the groups of the layers."""
+        """Returns what was seen, and looks no more. A collective call over the groups of the layers."""
         seen = tuple(one for layer in self.layers if (one := layer.seen()) is not None)
         room = memory_room.room(sum(passes_held(layer, self.config) for layer in self.layers))
         return FirstStep((seen,), () if room is None else (room,), *self._samples())
 
     def _samples(self) -> tuple[float | None, str | None]:
-        """See saving_of and keeps_home."""
+        """Returns what saving_of and keeps_home say of the routing that was seen; None for both where none was."""
         if not self._routing:
             return None, None
         heard, layer, groups = self._routing, self.layers[0].layer, self.layers[0].groups

@@ -14,7 +14,7 @@ import torch
 from megatron_moe_opt.topology.process_groups import COMMUNICATOR_BYTES
 
 MOST_OF_FREE = 0.8
-"""Of the memory that was free at a step's peak: other steps, and fragments, may take more."""
+"""The part of the memory free at a step's peak that may be planned with: other steps, and fragments, may take more."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,15 @@ class Room:
     """The memory of a rank's GPU, in bytes, as a step under a known variant showed it."""
 
     free: int
-    """That nothing held when most was in use."""
+    """The bytes that nothing held when most was in use."""
     at_work: int
-    """That were then in use besides what stays between steps."""
+    """The bytes that were then in use besides what stays between steps."""
     passes: int
-    """Passes of MoE layers whose activations were then held."""
+    """The passes of MoE layers whose activations were then held."""
 
     @property
     def spare(self) -> int:
-        """Of `free`, those that may be planned with."""
+        """Returns the part of `free` that may be planned with, in bytes."""
         return int(self.free * MOST_OF_FREE)
 
     def has(self, above: int, communicators: int) -> bool:
@@ -38,7 +38,7 @@ class Room:
         return not self.passes or _taken(self.passes * above, communicators) <= self.spare
 
     def needed(self, above: int, communicators: int) -> int:
-        """Bytes that have to be there between two steps for one that holds so many more in all."""
+        """Returns the bytes that have to be free between two steps for a step that holds so many more in all."""
         return self.at_work + int(_taken(above, communicators) / MOST_OF_FREE)
 
 
@@ -53,7 +53,8 @@ def count_peak_anew() -> None:
 
 
 def room(passes: int) -> Room | None:
-    """What is to be known of this rank's GPU between two steps; None without one: a host's memory may be swapped.
+    """Returns the memory of this rank's GPU, asked between two steps; None without a GPU: a host's memory may be
+    swapped.
 
     Args:
         passes: see Room.

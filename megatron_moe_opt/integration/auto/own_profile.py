@@ -38,9 +38,9 @@ from megatron_moe_opt.versions import software
 
 FILE_NAME = "moe-opt-cluster.json"
 MOST_NAMED = 4
-"""Hosts that are named in the file; more are told by a hash."""
+"""The number of hosts that are named in the file; more are told by a hash."""
 LINES = 4
-"""Lines of progress that are printed while it measures."""
+"""The number of lines of progress that are printed while it measures."""
 
 Facts = Mapping[str, str | int]
 
@@ -96,7 +96,7 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
 
 
 def kept_in() -> Path | None:
-    """The file beside the checkpoint: in --save, else in --load. None where the script is given neither."""
+    """Returns the file beside the checkpoint: in --save, else in --load."""
     arguments = training_arguments()
     if arguments is None:  # another loop than Megatron-LM's
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -108,7 +108,7 @@ def kept_in() -> Path | None:
 
 
 def facts_of_run(sizes: Sizes, layer: LayerWorkload, device: torch.device) -> dict[str, str | int]:
-    """What the times depend on, by names that the user knows. A collective call over the world."""
+    """Returns what the times depend on, by names that the user knows. A collective call over the world."""
     names: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
     dist.all_gather_object(names, (node_name(), socket.gethostname()))
     nodes = number_nodes([node for node, _ in names])
@@ -143,7 +143,7 @@ def _short(names: Sequence[str], what: str) -> str:
 
 
 def _read(file: Path | None, facts: Facts) -> Cluster | str | None:
-    """What was measured for a run like this; or why it does not serve, in words; None: nothing is there."""
+    """Returns what was measured for a run like this; or why the file does not serve, in words; None: no file."""
     if file is None or not os.path.exists(file):
         return None
     try:

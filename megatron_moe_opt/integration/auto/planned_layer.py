@@ -32,14 +32,14 @@ class PlannedLayer:
     def __init__(self, layer: Any, groups: ExpertGroups, options: Options, plug: Plug) -> None:
         self.layer, self.groups, self.options = layer, groups, options
         self.passes = self.rows = self.tokens = self.fewest = 0
-        """Of the last step that was looked at: forward passes in training; rows that they computed here, together; the
-        most tokens that one had, and the fewest.
+        """What the layer did in the last step that was looked at: its forward passes in training, the rows that they
+        computed here together, and the most and the fewest tokens that one of them had.
         """
         self._is_looking = False
         self.current = ALLTOALL
         self._plug = plug
         self._stock = copy.copy(layer.token_dispatcher)
-        """As it was built: it holds nothing of a pass."""
+        """Megatron's dispatcher as it was built, when it held nothing of a pass."""
         self._built: dict[str, tuple[Any, Any]] = {ALLTOALL: (layer.token_dispatcher, None)}
         before_pass(layer, self._see_tokens)
         layer.experts.register_forward_pre_hook(self._see_rows)
@@ -83,7 +83,7 @@ class PlannedLayer:
         self._is_looking, self.passes, self.rows, self.tokens, self.fewest = True, 0, 0, 0, 0
 
     def seen(self) -> Seen | None:
-        """What it did since it has looked; None: no pass. It counts no more."""
+        """Returns what the layer did since it was looked at; None: no pass. It counts no more."""
         self._is_looking = False
         if not self.passes:
             return None
@@ -95,7 +95,7 @@ class PlannedLayer:
 
     @property
     def shape(self) -> LayerWorkload:
-        """What its passes have in common, whatever their tokens."""
+        """Returns what the layer's passes have in common, whatever their tokens: its workload with 0 tokens."""
         return dataclasses.replace(self.workload(), tokens=0)
 
     def workers(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What `netmoe` would keep inside nodes on the routing of one step, replayed sample by sample, and whether
+"""The traffic that `netmoe` would keep inside nodes on the routing of one step, replayed sample by sample, and whether
 `auto` tries it for that.
 """
 
@@ -26,7 +26,7 @@ from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 MOST_PASSES, MOST_LAYERS = 8, 8
-"""That are replayed, which takes about a second: passes of a step, and layers of those that run in one go."""
+"""The most passes of a step, and layers of those that run in one go, that are replayed, which takes about a second."""
 
 
 class SampleRouting:
@@ -37,12 +37,14 @@ class SampleRouting:
         self.samples = 0
         """The largest number of samples that a pass had."""
         self.is_repeated = False
-        """Passes were run again for their backward pass."""
+        """Whether passes were run again for their backward pass."""
         self._passes: list[torch.Tensor] = []
         self._handle = router.register_forward_hook(self._hear, prepend=True)
 
     def take(self) -> np.ndarray:
-        """integers [P, B, E] of this rank's tokens, after which it listens no more; empty where passes are unlike."""
+        """Returns this rank's tokens of each sample for each expert, integers [P, B, E], and listens no more; empty
+        where passes are unlike.
+        """
         self._handle.remove()
         passes, self._passes = self._passes, []
         if len({one.shape for one in passes}) != 1:
@@ -61,7 +63,7 @@ class SampleRouting:
 
 
 def keeps_home(config: Any, routing: Sequence[SampleRouting]) -> str | None:
-    """Why samples would not train elsewhere as they do at home, though `netmoe` runs here; None: they would.
+    """Returns why samples would not train elsewhere as they do at home, though `netmoe` runs here; None: they would.
 
     Args:
         routing: of each layer of this rank, in a step under another dispatcher.
@@ -81,7 +83,7 @@ def keeps_home(config: Any, routing: Sequence[SampleRouting]) -> str | None:
 
 
 def saving_of(routing: Sequence[np.ndarray], tp: ProcessGroup, groups: ExpertGroups, blocks: int) -> float | None:
-    """The part of the bytes between nodes that placing samples would have saved.
+    """Returns the part of the bytes between nodes that placing samples would have saved.
 
     A collective call over the joint group.
 
@@ -100,7 +102,7 @@ def saving_of(routing: Sequence[np.ndarray], tp: ProcessGroup, groups: ExpertGro
 
 
 def replayed(of_ranks: Sequence[Sequence[np.ndarray]], holders: SampleHolders, blocks: int) -> float | None:
-    """What `saving_of` returns, of what all ranks of the joint group have seen; None where they are unlike."""
+    """Returns what `saving_of` says, from what all ranks of the joint group have seen; None where they are unlike."""
     shapes = {of_layer.shape for of_rank in of_ranks for of_layer in of_rank}
     numbers = {len(of_rank) for of_rank in of_ranks}
     if len(shapes) != 1 or 0 in min(shapes) or len(numbers) != 1 or min(numbers) % blocks:
@@ -128,7 +130,8 @@ def replayed(of_ranks: Sequence[Sequence[np.ndarray]], holders: SampleHolders, b
 def worth_moving(
     found: Sequence[Prediction], saving: float | None, at_home: str | None, unlike: bool
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
-    """The predictions without those whose samples move, where these stay at home; and why they do.
+    """Returns the predictions without those whose samples move, where moving does not pay or cannot be tried; and why
+    not.
 
     Args:
         found: the fastest first.

@@ -22,21 +22,23 @@ class StepClock:
         """
         self._now = now
         self.began: float | None = None
-        """When the step that is under way did; None: no layer has run in it yet."""
+        """The time at which the step under way began; None: no layer has run in it yet."""
         self._cleared: float | None = None
         """When gradients were cleared for the step to come; None: they were not, or other passes came between."""
         self._micro_batches = 0
-        """Of the step that is under way, or was the last."""
+        """The micro-batches of the step that is under way, or was the last."""
         self._timed_as = 0
         """Micro-batches of the first step that was timed: all times are given for as many. 0: there was none."""
 
     def gradients_cleared(self) -> None:
-        """To be called when gradients are; for an optimizer that consists of others, several times a step."""
+        """Notes that gradients are cleared, where a step may begin. An optimizer that consists of others does
+        so several times a step.
+        """
         if self.began is None and self._cleared is None:
             self._cleared = self._now()
 
     def layer_begins(self, is_training: bool) -> None:
-        """To be called before every pass of a layer."""
+        """Notes that a pass of a layer begins; called before every one."""
         if not is_training:
             self._cleared = None
         elif self.began is None:
@@ -46,11 +48,11 @@ class StepClock:
             self._timed_as = self._timed_as or self._micro_batches
 
     def others_step_ended(self) -> None:
-        """To be called when the step of another model has ended, whose time is not that of the next one's."""
+        """Forgets when gradients were cleared: another model's step has ended, whose time is not the next step's."""
         self._cleared = None
 
     def forget(self) -> None:
-        """What has run so far is part of no step that is timed."""
+        """Leaves out of all timed steps what has run so far."""
         self.began = self._cleared = None
 
     def take(self) -> float:

@@ -17,18 +17,19 @@ from megatron_moe_opt.variants import FLEX
 
 ALLGATHER = "allgather"
 _GATHERED = 2
-"""Of what all ranks' tokens take, how often a pass of `allgather` holds it: as they arrive, and as they are summed."""
+"""How often a pass of `allgather` holds what all ranks' tokens take: as they arrive, and as they are summed."""
 
 
 def is_stock_variant(variant: str) -> bool:
-    """Whether it is one of those that are tried without a prediction."""
+    """Whether the variant is one of those that are tried without a prediction."""
     return variant.partition(":")[0] in (ALLGATHER, FLEX)
 
 
 def stock_variants(
     config: Any, layers: Sequence[LayerWorkload], tokens: tuple[int, int], spare: int | None
 ) -> tuple[tuple[str, ...], tuple[Refusal, ...]]:
-    """What this configuration can run of them on this machine; what it cannot, of what is installed.
+    """Returns the ones of them that this configuration can run on this machine; and those that it cannot, of what is
+    installed.
 
     Args:
         layers: that they would run in.
@@ -49,7 +50,7 @@ def stock_variants(
 
 
 def stock_dispatcher(layer: Any, variant: str) -> Any:
-    """The dispatcher that MoELayer would have built under this name.
+    """Returns the dispatcher that MoELayer would have built under this name.
 
     Args:
         layer: a MoELayer, with stock's `alltoall` dispatcher or any of ours.
@@ -71,7 +72,8 @@ def stock_dispatcher(layer: Any, variant: str) -> Any:
 
 
 def failure_to_start(variant: str, layers: Sequence[Any]) -> str | None:
-    """What keeps the variant from running on this rank, found by making what it communicates with; None: nothing.
+    """Returns what keeps the variant from running on this rank, found by making what it communicates with; None:
+    nothing.
 
     Of DeepEP alone: a buffer that cannot be made between these GPUs would end the run in the first pass that needs it.
     A collective call over the groups of the layers.
@@ -104,7 +106,7 @@ def release_buffers(variant: str) -> None:
 
 
 def _named(config: Any, variant: str) -> Any:
-    """A copy of the configuration, as if the user had named the variant."""
+    """Returns a copy of the configuration, as if the user had named the variant."""
     name, _, backend = variant.partition(":")
     named = copy.copy(config)
     named.moe_token_dispatcher_type = name
@@ -114,7 +116,7 @@ def _named(config: Any, variant: str) -> Any:
 
 
 def _refusal(config: Any, variant: str) -> str | None:
-    """Why this configuration cannot run a variant, or not as the same function; None: it can."""
+    """Returns why this configuration cannot run a variant, or not as the same function; None: it can."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     if (config.expert_model_parallel_size or 1) * (config.expert_tensor_parallel_size or 1) == 1:

@@ -22,7 +22,7 @@ from megatron_moe_opt.integration.host.patching import replace
 
 
 def zigzag_positions(tokens: int, rank: int, size: int) -> torch.Tensor:
-    """Positions in the sequence of a context-parallel rank's tokens: int64 [tokens // size].
+    """Returns the positions in the sequence of a context-parallel rank's tokens: int64 [tokens // size].
 
     Args:
         tokens: length of the whole sequence, a multiple of 2 * size.
@@ -34,14 +34,14 @@ def zigzag_positions(tokens: int, rank: int, size: int) -> torch.Tensor:
 
 
 def _gather_sequence(local: torch.Tensor, order: torch.Tensor, group: Any) -> torch.Tensor:
-    """[s, b, g, d] of each rank -> [S, b, g, d] in the order of the sequence; gradients are summed back."""
+    """Gathers each rank's [s, b, g, d] to [S, b, g, d] in the order of the sequence; gradients are summed back."""
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
     gathered = mappings.gather_from_sequence_parallel_region(local, group=group)
     return gathered.index_select(0, order)
 
 
 def _init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Construct as without context parallelism; refuse what the gathered form does not do."""
+    """Adapts the constructor: builds as without context parallelism, and refuses what the gathered form does not do."""
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.context_parallel_size == 1:
@@ -61,7 +61,9 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Attend to the keys and values of the whole sequence, under the causal mask of this rank's positions."""
+    """Adapts forward: attends to the whole sequence's keys and values, under the causal mask
+    of this rank's positions.
+    """
 
     def forward(
         self: Any,

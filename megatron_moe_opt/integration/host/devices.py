@@ -91,7 +91,7 @@ class HostEvent:
 
 @contextmanager
 def host_stream_context(stream: HostStream | None) -> Iterator[None]:
-    """torch.cuda.stream: there is only one stream to be on."""
+    """Stands in for torch.cuda.stream and does nothing: there is only one stream to be on."""
     del stream
     yield
 
@@ -110,7 +110,7 @@ def host_device(device: Any) -> Any:
 
 
 def _on_host(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """A factory whose cuda device is the CPU. Pinned memory needs a CUDA driver and is plain memory here."""
+    """Returns a factory whose cuda device is the CPU. Pinned memory needs a CUDA driver and is plain memory here."""
 
     def create(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
@@ -123,7 +123,9 @@ def _on_host(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_host(to: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.to` and `Module.to`, whose first argument may be a device, a dtype or a tensor."""
+    """Adapts `Tensor.to` and `Module.to`, whose first argument may be a device, a dtype or a
+    tensor: CUDA is the CPU.
+    """
 
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args:
@@ -136,7 +138,7 @@ def _to_host(to: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cuda_type_names(type_: Callable[..., Any]) -> Callable[..., Any]:
-    """Optimizers and gradient clipping sort parameters by `p.type()` and know the cuda names only."""
+    """Adapts `Tensor.type` to answer by cuda names, the only ones by which optimizers and clipping sort parameters."""
 
     def answer(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
@@ -147,18 +149,19 @@ def _cuda_type_names(type_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _same(value: object) -> Callable[[Any], Callable[..., Any]]:
-    """An adaptation that answers `value` whatever the arguments."""
+    """Returns an adaptation that answers `value` whatever the arguments."""
     return lambda original: lambda *args, **kwargs: value
 
 
 def _unchanged(original: Any) -> Callable[..., Any]:
-    """An adaptation for methods that move or mark a tensor or module: it already is where it should be."""
+    """Adapts methods that move or mark a tensor or module to return it as it is: it already is where it should be."""
     del original
     return lambda self, *args, **kwargs: self
 
 
 def _what_can_be_freed(resize: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron frees a tensor that others still hold by a storage of no bytes (`resize_(0)`, in its 1F1B overlap).
+    """Adapts `resize_` to leave memory alone that is not PyTorch's. Megatron frees a tensor that others still hold by a
+    storage of no bytes (`resize_(0)`, in its 1F1B overlap).
 
     Memory of our pool on the host is not PyTorch's: it returns to the pool when the last tensor that holds it dies.
     """

@@ -98,7 +98,7 @@ class _CoalescedWorks:
 def coalescing_manager(
     group: dist.ProcessGroup | None = None, device: torch.device | None = None, async_ops: bool = False
 ) -> Iterator[_CoalescedWorks]:
-    """In the place of torch's `_coalescing_manager`: Gloo coalesces nothing, so the operations run one by one."""
+    """Replaces torch's `_coalescing_manager`: Gloo coalesces nothing, so the operations run one by one."""
     del group, device, async_ops
     outer = getattr(_coalescing, "works", None)
     manager = _CoalescedWorks()
@@ -110,7 +110,7 @@ def coalescing_manager(
 
 
 def _named(op: str) -> Callable[[Any], Any]:
-    """A collective as it is, with its name on its errors, those of its asynchronous work included."""
+    """Returns an adaptation that puts a collective's name on its errors, those of its asynchronous work included."""
 
     def adapt(original: Callable[..., Any]) -> Callable[..., Any]:
         def collective(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ def _named(op: str) -> Callable[[Any], Any]:
 
 
 def _named_point_to_point(op: str) -> Callable[[Any], Any]:
-    """send and recv return a rank or nothing, isend and irecv a work."""
+    """Returns an adaptation that names a transfer's errors: send and recv return a rank or nothing, others a work."""
 
     def adapt(original: Callable[..., Any]) -> Callable[..., Any]:
         def transfer(*args: Any, **kwargs: Any) -> Any:
@@ -193,14 +193,14 @@ class ScaledSum:
 
 
 def _scale_of(op: Any, group: Any) -> float | None:
-    """What a sum is multiplied by to be this reduction, which Gloo does not have; None: the reduction is Gloo's own."""
+    """Returns the factor by which a sum becomes this reduction, which Gloo lacks; None: the reduction is Gloo's own."""
     if isinstance(op, ScaledSum):
         return op.factor
     return 1 / dist.get_world_size(group) if op == dist.ReduceOp.AVG else None
 
 
 def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gloo has no average: sum, then scale."""
+    """Adapts all_reduce: Gloo has no average, so it sums, then scales."""
 
     def all_reduce(
         tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
@@ -217,7 +217,7 @@ def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gloo gathers equal lengths only; unequal ones (dropless experts with expert-TP > 1) go as rows."""
+    """Adapts all_gather: Gloo gathers equal lengths only; unequal ones (dropless, expert-TP > 1) go as rows."""
 
     def all_gather(
         tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
@@ -257,7 +257,7 @@ def _start_reduce_scatter(
 
 
 def _reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Equal parts, summed in rank order like the unequal ones."""
+    """Adapts reduce_scatter_tensor: equal parts, summed in rank order like the unequal ones."""
     del original
 
     def reduce_scatter_tensor(
@@ -274,7 +274,7 @@ def _reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Parts of any lengths, summed in rank order."""
+    """Adapts reduce_scatter: parts of any lengths, summed in rank order."""
     del original
 
     def reduce_scatter(
@@ -292,7 +292,7 @@ def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron passes split sizes as numpy arrays; torch takes lists of int."""
+    """Adapts all_to_all_single: Megatron passes split sizes as numpy arrays, and torch takes lists of int."""
 
     def ints(sizes: Sequence[int] | None) -> list[int] | None:
         return None if sizes is None else [int(size) for size in sizes]
@@ -315,7 +315,7 @@ def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A Gloo barrier takes no device ids."""
+    """Adapts barrier: a Gloo barrier takes no device ids."""
 
     def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> HostWork | None:
         del device_ids
@@ -331,7 +331,9 @@ def _gloo_backend(backend: str | None) -> str | None:
 
 
 def _init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    """NCCL named explicitly is Gloo here; NCCL's options and the device that it would bind have no meaning."""
+    """Adapts init_process_group: NCCL named explicitly is Gloo here, and NCCL's options and the device that it
+    would bind have no meaning.
+    """
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("pg_options", None)
@@ -355,7 +357,8 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _share_device(original: type) -> type:
-    """Gloo opens a network device, and a thread that polls it, for every group; Megatron makes dozens of groups.
+    """Adapts ProcessGroupGloo to share a network device: Gloo opens one, and a thread that polls it, for every group,
+    and Megatron makes dozens of groups.
 
     One for all groups is enough, and leaves the processor to the ranks.
     """
@@ -378,7 +381,7 @@ def _share_device(original: type) -> type:
 
 
 def _set_pg_timeout(original: Callable[..., Any]) -> Callable[..., None]:
-    """Torch's own does not take a group for Gloo's whose class is not the one that `_share_device` has put there."""
+    """Replaces `_set_pg_timeout`: torch's own does not see that a group with `_share_device`'s class is Gloo's."""
 
     def set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
         (group or dist.group.WORLD)._get_backend(torch.device("cpu"))._set_default_timeout(timeout)

@@ -13,7 +13,9 @@ from megatron_moe_opt.integration.host.patching import replace
 
 
 def _version_zero(get_te_version: Callable[[], Any]) -> Callable[[], Any]:
-    """Version checks compare the missing library's None with a version; an absent library is older than any."""
+    """Adapts get_te_version to answer version 0 for an absent library, which is older than any: Megatron's version
+    checks would compare None.
+    """
     version = importlib.import_module("packaging.version").Version
 
     def get() -> Any:

@@ -13,7 +13,7 @@ class Limit(NamedTuple):
 
     flag: str
     is_asked: Callable[[Any], object]
-    """Of Megatron-LM's arguments."""
+    """Tells whether Megatron-LM's arguments ask for the feature."""
     needs: str
 
 

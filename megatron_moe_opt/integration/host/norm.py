@@ -13,7 +13,7 @@ from megatron_moe_opt.integration.host.patching import replace
 
 
 def _torch_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`WrappedTorchNorm` is the only norm left, and it refuses sequence parallelism and persist_layer_norm.
+    """Adapts `WrappedTorchNorm`, the only norm left, which refuses sequence parallelism and persist_layer_norm.
 
     The latter names a kernel and means nothing here. With sequence parallelism each TP rank normalises its own
     tokens, which a torch norm does as well; what is missing is the mark on the parameters by which Megatron sums

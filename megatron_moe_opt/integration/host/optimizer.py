@@ -12,7 +12,8 @@ from megatron_moe_opt.integration.host.patching import replace
 
 
 def _own_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Loading a checkpoint copies each of Adam's states, but has dropped torch Adam's per-parameter `step`.
+    """Gives each parameter a step of its own: loading a checkpoint copies each of Adam's states, but has dropped torch
+    Adam's per-parameter `step`.
 
     The step has come with the parameter groups before, as one tensor that all parameters share and each would count
     up in turn: every parameter gets its own. Main parameters of an fp32 model are views of the model's, which may
@@ -32,7 +33,7 @@ def _own_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin_states(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpoint is loaded into, or saved from, an optimizer that has not stepped yet.
+    """Makes Adam's states before a checkpoint is loaded into, or saved from, an optimizer that has not stepped yet.
 
     The state_dict asks every parameter's Adam state for its step, and torch's Adam makes states in its first step:
     make them here as that step would, at zero.

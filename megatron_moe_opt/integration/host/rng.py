@@ -15,7 +15,7 @@ from megatron_moe_opt.integration.host.patching import replace
 
 
 def get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-    """State of the CPU generator as a byte tensor, in the place of `_get_cuda_rng_state`."""
+    """Returns the state of the CPU generator as a byte tensor, in the place of `_get_cuda_rng_state`."""
     del device, clone
     _refuse_graph_safe(graph_safe)
     return torch.get_rng_state()
@@ -34,12 +34,14 @@ def _refuse_graph_safe(graph_safe: bool) -> None:
 
 
 def _manual_seed(seed: int) -> None:
-    """Not torch.manual_seed, which would call torch.cuda's seeding in turn."""
+    """Seeds the CPU generator alone: torch.manual_seed would call torch.cuda's seeding in turn."""
     torch.default_generator.manual_seed(int(seed))
 
 
 def _is_not_fork_warning(record: logging.LogRecord) -> bool:
-    """Inside a fork the CPU generator is expected to advance; Megatron warns of it at every dropout."""
+    """Whether a record is not Megatron's warning that the CPU generator advanced inside a fork, which it gives at every
+    dropout and which is expected here.
+    """
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 

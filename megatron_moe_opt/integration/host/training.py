@@ -21,7 +21,7 @@ from megatron_moe_opt.integration.training_arguments import before_validation
 
 
 def _allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The training loop asserts a CUDA device unless told otherwise, and pretrain() does not pass that on."""
+    """Adapts initialize_megatron to run without CUDA: the training loop asserts a device unless told otherwise."""
 
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **{**kwargs, "allow_no_cuda": True})
@@ -30,13 +30,13 @@ def _allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _no_fused_kernels(original: Callable[..., None]) -> Callable[..., None]:
-    """Would compile CUDA softmax kernels with nvcc at start; the torch softmax is used."""
+    """Replaces a step that would compile CUDA softmax kernels with nvcc at start; the torch softmax is used."""
     del original
     return lambda args: None
 
 
 def _compile_for_this_python(original: Callable[[], None]) -> Callable[[], None]:
-    """The dataset helpers are compiled by a Makefile that asks `python3` and `python3-config` from PATH.
+    """Adapts the compilation of dataset helpers, whose Makefile asks `python3` and `python3-config` from PATH.
 
     A virtual environment has no python3-config and PATH may lead to another Python: the suffix is given and this
     Python goes first. Helpers that are there already (the wheel has them) are not compiled.
@@ -69,7 +69,8 @@ class _Absent:
 
 @contextmanager
 def _without_triton(module: ModuleType) -> Iterator[None]:
-    """0.16 imports `batch_invariant_kernels` at start whether the mode is on or not, and that imports triton.
+    """Has triton read as present in the block: 0.16 imports `batch_invariant_kernels` at start whether the mode is on
+    or not, and that imports triton.
 
     Only while the module's code runs does triton read as present: elsewhere Megatron rightly sees that it is not.
     """

@@ -54,7 +54,7 @@ def layer_workload(
 
 
 def moe_layers(config: Any) -> list[int]:
-    """The numbers of the MoE layers of the whole model, without those of multi-token prediction."""
+    """Returns the numbers of the MoE layers of the whole model, without those of multi-token prediction."""
     pattern = config.moe_layer_freq  # every so many layers one; or 0 and 1 for each layer
     if isinstance(pattern, int):
         pattern = [number % pattern == 0 for number in range(config.num_layers)]

@@ -39,7 +39,7 @@ from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> ExpertMigrationDispatcher:
-    """The dispatcher of a layer. A collective call over its expert-parallel group.
+    """Returns the dispatcher of a layer. A collective call over its expert-parallel group.
 
     Raises:
         ConfigurationError: levels or domain sizes that do not fit the group, or a profile that has not measured them.
@@ -88,7 +88,7 @@ def experts_to_migrate(layer: Any, options: Options) -> tuple[Migrate, list[Remo
             )
 
     hooks: list[RemovableHandle] = []
-    """On the experts: gone with the dispatcher that they serve, of which `auto` keeps one."""
+    """The hooks on the experts, which go with the dispatcher that they serve, of which `auto` keeps one."""
     weakref.finalize(dispatcher, _remove, hooks).atexit = False
 
     def at_loading(one: TrackedExperts | LargestWeights | CompressedGradients) -> None:
@@ -123,7 +123,7 @@ def experts_to_migrate(layer: Any, options: Options) -> tuple[Migrate, list[Remo
 
 
 def _expert_of(name: str) -> int | None:
-    """The local expert of a parameter of SequentialMLP or TEGroupedMLP; GroupedMLP's hold all experts."""
+    """Returns the local expert of a parameter of SequentialMLP or TEGroupedMLP; None: GroupedMLP's hold all."""
     found = re.search(r"local_experts\.(\d+)\.|\.(?:weight|bias)(\d+)$", name)
     return None if found is None else int(found[1] or found[2])
 
@@ -151,12 +151,12 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 
 
 class WatchedExperts:
-    """Sees to it that nobody recomputes a call of the experts alone: it would be with weights that the module has of
-    its own, whoever's the call was with.
+    """Refuses to have a call of the experts recomputed alone: it would run with the module's own weights, whoever's
+    weights the call was made with.
     """
 
     def __init__(self, layer: Any, hooks: list[RemovableHandle]) -> None:
-        """Adds what it puts on the experts to `hooks`."""
+        """Puts hooks on the experts, and adds them to `hooks`."""
         self._layer, self._called = weakref.proxy(layer), False
         self._dispatcher = weakref.ref(layer.token_dispatcher)
         for module in layer.experts.modules():

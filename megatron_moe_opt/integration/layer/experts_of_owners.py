@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import functional_call
 
 Parameters = Mapping[str, torch.Tensor]
-"""Of one owner's experts, by their names in the module."""
+"""The parameters of one owner's experts, by their names in the module."""
 
 _OF_EXPERT = re.compile(r"(weight|bias)(\d+)")
 
@@ -29,7 +29,7 @@ def call_experts(
     tokens_per_expert: torch.Tensor,
     probs: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The outputs [R, H] of all owners' experts, and the module's bias.
+    """Returns the outputs [R, H] of all owners' experts, and the module's bias.
 
     Args:
         experts: as Megatron builds it.
@@ -63,7 +63,7 @@ def _is_by_expert(experts: nn.Module) -> bool:
 
 
 def _with_all(experts: nn.Module, of_owners: Sequence[Parameters]) -> nn.Module:
-    """The module with the experts of all owners."""
+    """Returns a copy of the module with the experts of all owners."""
     joined = _copy(experts)
     joined.num_local_experts = experts.num_local_experts * len(of_owners)
     for name, child in experts.named_children():
@@ -88,7 +88,7 @@ def _with(module: nn.Module, own: Parameters, prefix: str) -> nn.Module:
 
 
 def _grouped(linear: nn.Module, of_owners: Sequence[Parameters], prefix: str) -> nn.Module:
-    """Transformer Engine's GroupedLinear, which has weight0, weight1, ..., with those of all owners."""
+    """Returns a copy of Transformer Engine's GroupedLinear (weight0, weight1, ...) with those of all owners."""
     copy, each = _copy(linear), linear.num_gemms
     copy.num_gemms = each * len(of_owners)
     places = range(0, copy.num_gemms, each)
@@ -103,13 +103,13 @@ def _grouped(linear: nn.Module, of_owners: Sequence[Parameters], prefix: str) ->
 
 
 def _moved(name: str, first: int) -> str:
-    """The name of an expert's parameter where `first` experts come before its owner's."""
+    """Returns the name of an expert's parameter where `first` experts come before its owner's."""
     kind, number = _OF_EXPERT.fullmatch(name).groups()
     return f"{kind}{first + int(number)}"
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """Another module of the same attributes, hooks and buffers, whose parameters and children can be exchanged."""
+    """Returns a module with the same attributes, hooks and buffers, whose parameters and children can be exchanged."""
     copy = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
     copy._parameters, copy._modules = dict(module._parameters), dict(module._modules)

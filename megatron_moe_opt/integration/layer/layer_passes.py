@@ -51,12 +51,14 @@ def name_passes(layer_class: type, names: Container[str]) -> None:
 
 
 def _range_of(pass_: Place) -> str:
-    """The name under which profilers show a pass."""
+    """Returns the name under which profilers show a pass."""
     return f"MoE layer {pass_.layer} ({pass_.dispatcher}, {pass_.direction})"
 
 
 def number_of(layer: Any) -> int:
-    """Of a layer in the model. Those of multi-token prediction, which Megatron counts anew from 0.17 on, come last."""
+    """Returns the number of a layer in the model. Layers of multi-token prediction, which Megatron counts anew
+    from 0.17 on, come last.
+    """
     number = layer.layer_number or 0
     return number + (layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0)
 

@@ -34,7 +34,7 @@ class LayerSeam:
     layer: Any
 
     def stock(self, slot: LayerSlot) -> Callable[..., Any]:
-        """Megatron's own method, to be called with the layer.
+        """Returns Megatron's own method, to be called with the layer.
 
         Raises:
             ConfigurationError: a Megatron whose layer has no such method, or one with other parameters.
@@ -48,7 +48,7 @@ class LayerSeam:
         return method
 
     def get(self, slot: LayerSlot) -> Callable[..., Any] | None:
-        """What was put there; None: the layer has Megatron's own."""
+        """Returns what was put there; None: the layer has Megatron's own."""
         return self.layer.__dict__.get(slot.value)
 
     def put(self, slot: LayerSlot, function: Callable[..., Any] | None) -> None:

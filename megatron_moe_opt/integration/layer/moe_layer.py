@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 
 def build_layer(config: TransformerConfig, groups: Any = None) -> MoELayer:
-    """The layer that Megatron's own specification without Transformer Engine describes, as layer 1.
+    """Returns the layer that Megatron's own specification without Transformer Engine describes, as layer 1.
 
     Args:
         groups: a ProcessGroupCollection in the place of the groups that Megatron has made.
@@ -35,7 +35,7 @@ def build_layer(config: TransformerConfig, groups: Any = None) -> MoELayer:
 
 
 def build_block(config: TransformerConfig, is_whole: bool = False) -> TransformerBlock:
-    """Transformer layers, norm, MoE layer and residual, as often as the configuration has layers.
+    """Returns as many transformer layers of norm, MoE layer and residual as the configuration has layers.
 
     Args:
         is_whole: with attention before it.

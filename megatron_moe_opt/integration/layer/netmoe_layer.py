@@ -55,7 +55,7 @@ def wrap_transformer_block() -> None:
 
 
 def _keeping_samples(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's checkpoint of a function; when it is recomputed, netmoe's layers in it repeat what they decided."""
+    """Wraps Megatron's checkpoint of a function: recomputed, netmoe's layers in it repeat what they decided."""
 
     @functools.wraps(checkpoint)
     def keeping(function: Callable[..., Any], *args: Any) -> Any:
@@ -97,13 +97,13 @@ def _dispatcher_of(layer: Any) -> NetmoeDispatcher | None:
 
 
 def _placement_of(layer: Any) -> LayerPlacement | None:
-    """None: the samples of a transformer layer do not move, under the dispatcher that it has now."""
+    """Returns what places the samples of a transformer layer; None: they do not move under its present dispatcher."""
     dispatcher = _dispatcher_of(layer)
     return None if dispatcher is None else dispatcher.placement
 
 
 def samples_of(layer: Any) -> np.ndarray | None:
-    """The sample, named by its home position, at each position of a transformer layer that a pass has come to.
+    """Returns the sample, named by its home position, at each position of a transformer layer that a pass has come to.
 
     None where all are at home: under other dispatchers too.
     """
@@ -220,7 +220,7 @@ def _let_samples_move(layer: Any) -> None:
 
 
 class _Begin:
-    """Before each forward pass of a block."""
+    """A hook that runs before each forward pass of a block."""
 
     def __init__(self) -> None:
         self.masks = _Masks()
@@ -260,7 +260,7 @@ _OF_SAMPLES = {
 
 @functools.cache
 def _arguments_of(block: type) -> tuple[str, ...]:
-    """The names of the arguments of a block's forward passes, in their order."""
+    """Returns the names of the arguments of a block's forward passes, in their order."""
     return tuple(inspect.signature(block.forward).parameters)[1:]
 
 
@@ -296,8 +296,8 @@ class _Masks:
 
 
 def _own_rows(mask: torch.Tensor, number: int) -> torch.Tensor:
-    """The rows of [S, S] of the `number` tokens that this rank has of a sample, as Megatron cuts it for context
-    parallelism: of 2 cp parts the one of its rank, and as many from the end.
+    """Returns the rows of a mask [S, S] of the `number` tokens that this rank has of a sample, as Megatron cuts it for
+    context parallelism: of 2 cp parts the one of its rank, and the one as far from the end.
     """
     if number == mask.size(0):
         return mask

@@ -67,7 +67,9 @@ def check_expert_order(config: Any, path: Path) -> None:
 
 
 def _check_checkpoints(arguments: Any, path: Path) -> None:
-    """Of Megatron-LM's own scripts, whose command line is known before anything is built."""
+    """Refuses, with ConfigurationError, ways to save and load in which Megatron-LM's own scripts would lose the order.
+    Their command line is known before anything is built.
+    """
     for flag in ("--save-params-interval", "--save-wgrads-interval", "--save-dgrads-interval"):
         if getattr(arguments, flag[2:].replace("-", "_"), None) is not None:
             raise ConfigurationError(
@@ -121,7 +123,7 @@ def _arrange(layer: Any, path: Path, slots: tuple[int, ...]) -> None:
 
 
 class _SlotColumns:
-    """Forward hook of a router: columns of its results in slot order."""
+    """A forward hook of a router that puts the columns of its results in slot order."""
 
     def __init__(self, slots: tuple[int, ...]) -> None:
         self._slots = torch.tensor(slots)
@@ -129,7 +131,7 @@ class _SlotColumns:
     def __call__(
         self, router: Any, inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of probabilities and routing map, [tokens, experts] both."""
+        """Returns probabilities and routing map, [tokens, experts] both, with their columns in slot order."""
         probs, routing_map = outputs
         self._slots = self._slots.to(probs.device)
         return probs.index_select(1, self._slots), routing_map.index_select(1, self._slots)
@@ -194,7 +196,7 @@ def _number_experts(experts: Any, path: Path, slots: tuple[int, ...], ep_rank: i
 
 
 def _alone(experts: Any, place: int, number: int, num_experts: int) -> Any:
-    """The experts as if there were one on each of as many ranks as experts, this one on the rank of its number."""
+    """Returns the experts as if there were one on each of as many ranks, this one on the rank of its number."""
     alone = copy.copy(experts)
     alone._modules = {"local_experts": torch.nn.ModuleList([experts.local_experts[place]])}
     alone.num_local_experts = 1

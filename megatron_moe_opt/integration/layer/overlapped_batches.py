@@ -22,7 +22,7 @@ from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.runtime.observed.layer_place import Place, enter
 
 _PLANS = ("megatron.core.models.common.utils", "megatron.core.models.gpt.fine_grained_callables")
-"""Where Megatron says what a node frees: the first from 0.19 on."""
+"""The modules in which Megatron says what a node frees: the first from 0.19 on."""
 
 
 def overlaps_batches(config: Any) -> bool:
@@ -80,10 +80,12 @@ def keep_expert_inputs(names: Container[str]) -> None:
 
 
 def edge_of(probs: torch.Tensor) -> torch.Tensor:
-    """No elements, in the graph of the probabilities: what a stage hands on beside the packed rows, which hold them."""
+    """Returns a tensor without elements in the graph of the probabilities: what a stage hands on beside the
+    packed rows, which hold these.
+    """
     return probs.reshape(-1)[:0].clone()  # memory of its own: Megatron frees it
 
 
 def with_edge(probs: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
-    """The probabilities, whose gradient gives the edge one too."""
+    """Returns the probabilities in such a way that their gradient gives the edge one, too."""
     return probs + edge.sum()

@@ -32,8 +32,8 @@ def holds_replicated_tokens(config: Any) -> bool:
 
 
 def keeps_from_splitting_rows(config: Any) -> str | None:
-    """Why S2 would train another function than S1 where TP ranks hold the same tokens, beginning with a flag; None: it
-    would not.
+    """Returns why S2 would train another function than S1 where TP ranks hold the same tokens, beginning with a flag;
+    None: it would not.
 
     Random logits come from the generator of expert parallelism, which differs over TP; jitter from the default one,
     which is the same only as long as all TP ranks draw as much from it: over Gloo, where it is the CPU's, the one that
@@ -60,7 +60,7 @@ def _has_aux_loss(coefficients: float | list[float]) -> bool:
 
 
 def drawn_by_routers(config: Any) -> str | None:
-    """The flag by which routers draw numbers for each token, from the generator of their rank; None: none does."""
+    """Returns the flag by which routers draw numbers for each token from their rank's generator; None: none does."""
     if config.moe_router_force_load_balancing:
         return "--moe-router-force-load-balancing"
     if getattr(config, "moe_router_force_biased", None) is not None:  # from megatron-core 0.17 on
@@ -117,7 +117,7 @@ class _Edge:
             for parameter in layer.parameters()
             if getattr(parameter, "sequence_parallel", False) and id(parameter) not in of_experts
         ]
-        """Whose gradients are not completed yet, and whether S2 needs that too."""
+        """The parameters whose gradients are not completed over TP yet, and whether S2 needs that too."""
         self.complete_gradients()
         self._stock_groups = layer.router.tp_cp_group, layer.router.tp_dp_cp_group
         if layer.shared_experts is not None:
@@ -132,7 +132,7 @@ class _Edge:
 
     @property
     def splits_rows(self) -> bool:
-        """S2. Forward and backward passes of an optimizer step all go one way."""
+        """Whether the layer runs S2. Forward and backward passes of an optimizer step all go one way."""
         return self._splits_rows
 
     @splits_rows.setter
@@ -142,7 +142,9 @@ class _Edge:
             router.tp_cp_group, router.tp_dp_cp_group = self._groups_of_losses()
 
     def _groups_of_losses(self) -> tuple[ProcessGroup, ProcessGroup]:
-        """Auxiliary losses are means over them: not over TP, where the router sees the same tokens on all its ranks."""
+        """Returns the groups over which auxiliary losses are means: not TP, on whose ranks the
+        router sees the same tokens.
+        """
         from megatron.core import parallel_state
 
         if not self._splits_rows:
@@ -150,7 +152,7 @@ class _Edge:
         return self._router.cp_group, parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def _complete(self, always: bool, grad: torch.Tensor) -> torch.Tensor:
-        """The sum over TP, where a rank has seen its part of the tokens: the router only under S1."""
+        """Returns a gradient's sum over TP, where a rank has seen its part of the tokens: the router only under S1."""
         if not always and self._splits_rows:
             return grad
         grad = grad.clone()
@@ -185,7 +187,7 @@ def split_over_tp(tokens: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def _gather(part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """All parts. The gradient of what is gathered is the same on all ranks: each takes its part of it."""
+    """Returns all parts. The gradient of what is gathered is the same on all ranks: each takes its part of it."""
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     return gather_from_sequence_parallel_region(part, tensor_parallel_output_grad=False, group=group)

@@ -34,7 +34,7 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
 
     @property
     def dispatched(self) -> Any:
-        """What the dispatcher's `permute` has left for its other steps, in the pass under way."""
+        """Returns what the dispatcher's `permute` has left for its other steps, in the pass under way."""
         return self._dispatched
 
     def take_copies(self, tokens: torch.Tensor, tp: ProcessGroup) -> bool:
@@ -78,11 +78,11 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, tokens: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, rows per local expert (CPU), probabilities: dispatch has sorted them already."""
+        """Returns tokens, rows per local expert (CPU) and probabilities: dispatch has sorted them already."""
         return tokens, self._tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Expert outputs as they are: combine sorts and sums them as it sends them."""
+        """Returns the experts' outputs as they are: combine sorts and sums them as it sends them."""
         return hidden_states
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:

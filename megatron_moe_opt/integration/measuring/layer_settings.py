@@ -34,7 +34,7 @@ class LayerSettings:
     """The options of `moe-opt bench`; sizes of one rank where it matters."""
 
     dispatchers: tuple[str, ...]
-    """The baseline first, whatever the order asked for, and added where it was not. See `split_variant`."""
+    """The variants to time; the baseline is first, whatever the order, and added if missing. See `split_variant`."""
     tokens: int
     hidden: int
     ffn_hidden: int
@@ -65,7 +65,7 @@ class LayerSettings:
 
     @property
     def baseline(self) -> str:
-        """What times are compared with: stock; or, where stock refuses to train, the papers' reference schedule."""
+        """Returns what times are compared with: stock; where stock refuses to train, the papers' reference schedule."""
         return REPLICATED_BASELINE if self.replicated else BASELINE
 
     def ep_size(self, world: int) -> int:

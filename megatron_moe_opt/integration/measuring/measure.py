@@ -44,11 +44,11 @@ GEMM_ROWS = tuple(16 * 2**power for power in range(13))  # up to 65536
 LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
 EXPERT_GROUPS = ("ep", "expert-tp", JOINT)
 STOCK_SHARES, SLOWDOWN_SHARES = 2, 3
-"""Of the time, for a curve of stock's, and for lanes side by side."""
+"""How many shares of the time a curve of stock's gets, and the measurement of lanes side by side."""
 PART_OF_ROOM = 1 / 8
-"""Of the memory that is free on a GPU, for one op: lanes side by side have one each."""
+"""The part of the memory that is free on a GPU which one op may take: lanes side by side have one each."""
 NOISE = 0.25
-"""A curve is doubted where a point that was measured several times still lay so much above what is kept of it."""
+"""How far a point that was measured again may lie above what is kept of it, in parts, before its curve is doubted."""
 _SIDES = 2  # of a move: what is sent, and what is received
 _BUFFERS = 4  # of the codec: what is encoded, what it is told from, their sum, and what is decoded
 # Lanes are run side by side with ops of about this time, or of the nearest that was measured; shorter ones where all of
@@ -69,13 +69,15 @@ class Sizes:
     dtype: str
     """Type of the rows: fp32 or bf16."""
     workers: tuple[int, ...] = ()
-    """Of each network level of the expert-parallel groups, to measure the groups of expert domains; empty: none."""
+    """The workers of each network level of the expert-parallel groups, to measure the groups of expert domains;
+    empty: these are not measured.
+    """
     codec: bool = False
     """Whether to measure how experts that travel are encoded and decoded, and their gradients."""
 
 
 Progress = Callable[[int, int, str], None]
-"""Is told how many parts are done, of how many, and what is measured next."""
+"""A function that is told how many parts are done, of how many, and what is measured next."""
 
 
 def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progress) -> Cluster:
@@ -183,7 +185,7 @@ def room_beside(device: torch.device, communicators: int) -> int | None:
 
 
 def _fitting(sizes: Sequence[int], each: int, room: int | None) -> Sequence[int]:
-    """The sizes, of so many bytes each, of which one takes PART_OF_ROOM at most; the first always."""
+    """Returns the sizes, of so many bytes each, that take at most PART_OF_ROOM of the free memory; the first always."""
     return sizes if room is None else (sizes[0], *(size for size in sizes[1:] if size * each <= room * PART_OF_ROOM))
 
 
@@ -232,7 +234,7 @@ class _Measured:
         self.curves[load.kind, load.group] = self._known[key]
 
     def collective(self, load: Load, shares: int = 1, name: str | None = None) -> Points:
-        """The curve of a move; that of whole messages gets further with fewer sizes."""
+        """Returns the curve of a move; that of whole messages gets further with fewer sizes."""
         of_experts = [self._ranks[role] for role in EXPERT_GROUPS if role in self._ranks]
         further = self._ranks.get(load.group) in of_experts
         longest = LONGEST_SECONDS_OF_EXPERTS if further else LONGEST_SECONDS
@@ -265,8 +267,9 @@ class _Measured:
         return share
 
     def slowdown(self, expert: Load, gemm: Points) -> dict[tuple[Lane, ...], float]:
-        """The rate of each lane beside each other one: with the experts' ops, or others in lanes that have none; and
-        of the lanes of a pipeline with memory reuse beside its other two. When the time is up, with the fewest ops.
+        """Returns the rate of each lane while each other one is busy: with the experts' ops, or others in lanes that
+        have none; and of the lanes of a pipeline with memory reuse beside its other two. When the time is up, with the
+        fewest ops.
 
         Args:
             expert: what keeps the compute lane busy, and the time that it takes over its size.
@@ -291,8 +294,8 @@ class _Measured:
         return rates
 
     def overhead(self, rows: Rows, slowdown: Slowdown) -> float:
-        """What every op must take besides its curve for the same rows to take as much longer in small chunks than in
-        one as they do when a layer moves them.
+        """Returns the seconds that every op must take besides its curve, so that the same rows take as much longer in
+        small chunks than in one as they do when a layer moves them.
         """
         groups, share = self._groups, self.share()
         if "ep" not in groups:
@@ -335,7 +338,7 @@ class _Measured:
         return points
 
     def _key(self, load: Load) -> Hashable:
-        """The same for two roles whose groups have the same ranks: what is measured once."""
+        """Returns a key that is the same for two roles whose groups have the same ranks: these are measured once."""
         return load.kind, load.is_whole, self._ranks.get(load.group, load.group)
 
 

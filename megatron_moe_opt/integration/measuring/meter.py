@@ -44,7 +44,7 @@ class Sized:
     """An op with its buffers, to be issued any number of times."""
 
     size: int
-    """Bytes as Op.size counts them (or rows), rounded to what the op can carry."""
+    """The bytes as Op.size counts them (or rows), rounded to what the op can carry."""
     steps: Callable[[], Steps]
 
 
@@ -57,7 +57,7 @@ class Load:
     group: str | None
     sized: Callable[[int], Sized]
     is_whole: bool = False
-    """Training moves all of it in one op: large sizes matter, where the pace may be another one."""
+    """Whether training moves all of it in one op, so that large sizes matter, where the pace may be another one."""
 
     def __str__(self) -> str:
         return self.kind.value if self.group is None else f"{self.kind.value} {self.group}"
@@ -77,7 +77,7 @@ class SizedPipeline:
     """A schedule, to be bound to buffers and run any number of times."""
 
     size: int
-    """Bytes, rounded to what the schedule can carry."""
+    """The bytes, rounded to what the schedule can carry."""
     bind: Callable[[], tuple[Schedule, Sequence[Steps]]]
 
 
@@ -85,7 +85,8 @@ S = TypeVar("S", Sized, SizedPipeline)
 
 
 class Meter:
-    """Every rank of the world calls the same methods with the same arguments, and gets the same answers.
+    """Measures ops on all ranks: every rank of the world calls the same methods with the same arguments, and gets the
+    same answers.
 
     Ops of a run follow each other without a pause, as chunks in a pipeline do. A run lasts until the last rank is
     through: ranks share links, seldom fairly, and one that is slow now is fast when the others are done. Of runs the
@@ -95,7 +96,7 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.noise = 0.0
-        """Of the curve measured last: how far a point lay above what was kept of it, after it was measured again."""
+        """The noise of the last curve: how far a point lay above what was kept of it, after it was measured again."""
         self._executor = executor(device.type)
         self._start = time.perf_counter()
 
@@ -280,7 +281,7 @@ def _between(points: Sequence[tuple[int, float]], index: int) -> float:
 
 
 def _is_slower(point: tuple[int, float], neighbour: tuple[int, float]) -> bool:
-    """Whether it moves fewer bytes a second, by DIP or more."""
+    """Whether a point moves fewer bytes a second than its neighbour, by DIP or more."""
     (size, seconds), (other, other_seconds) = point, neighbour
     return size / seconds < (1 - DIP) * other / other_seconds
 

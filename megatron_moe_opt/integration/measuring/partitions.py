@@ -15,7 +15,7 @@ from megatron_moe_opt.systems.mpmoe import candidate
 COUNTS = (1, 8)
 TOKENS, TOPK, EXPERTS_OF_A_RANK = 256, 2, 4
 MOST_BYTES = 2**30
-"""Of both layers' weights and gradients on a rank. Of larger experts there are fewer, one at least."""
+"""The most bytes of both layers' weights and gradients on a rank. Of larger experts there are fewer, one at least."""
 
 
 def partition_overhead(

@@ -81,13 +81,13 @@ class LayerUnderTest:
 
     layer: MoELayer
     tokens: torch.Tensor
-    """[tokens of this rank, 1, hidden], a leaf that collects the input gradient."""
+    """The input [tokens of this rank, 1, hidden], a leaf that collects the input gradient."""
     output_grad: torch.Tensor
     """The gradient that backward begins with, of the shape of `tokens`."""
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """What gets a gradient: the input, the router's and the experts' weights."""
+        """Returns what gets a gradient: the input, the router's and the experts' weights."""
         return self.tokens, *self.layer.parameters()
 
     def clear_grads(self) -> None:
@@ -129,7 +129,7 @@ class LayerUnderTest:
                            for name, one in directions if one.is_whole]  # fmt: skip
 
     def watch(self) -> None:
-        """From now on the stages of every step are observed, where this Megatron's layer has them."""
+        """Has the stages of every step observed from now on, where this Megatron's layer has them."""
         with suppress(ConfigurationError):
             watch(self.layer, stride=1)
 
@@ -164,13 +164,13 @@ class DispatchUnderTest(LayerUnderTest):
     """Dispatch and combine alone: no router, and experts that return what they get."""
 
     probs: torch.Tensor
-    """[tokens, experts], a leaf that collects the gradient of the probabilities."""
+    """The probabilities [tokens, experts], a leaf that collects their gradient."""
     routing_map: torch.Tensor
-    """bool [tokens, experts]: the experts of each token."""
+    """The experts of each token, bool [tokens, experts]."""
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """What gets a gradient: the input and the probabilities."""
+        """Returns what gets a gradient: the input and the probabilities."""
         return self.tokens, self.probs
 
     def forward(self) -> torch.Tensor:

@@ -18,12 +18,12 @@ def watch(dispatcher: NetmoeDispatcher, layer_number: int) -> None:
 
 
 def take() -> dict[int, dict[str, float]]:
-    """By layer number, what the training passes since the last time sent in this rank's EP groups."""
+    """Returns, by layer number, what the training passes since the last time sent in this rank's EP groups."""
     return {number: means for dispatcher, number in _layers.items() if (means := dispatcher.take_traffic())}
 
 
 def lines(values: dict[int, dict[str, float]]) -> list[str]:
-    """One of all layers together, and one more where placement sends more between nodes than stock."""
+    """Returns a line on all layers together, and one more where placement sends more between nodes than stock."""
     if not values:
         return []
     total = {name: sum(of_layer[name] for of_layer in values.values()) for name in next(iter(values.values()))}

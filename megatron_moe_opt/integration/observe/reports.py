@@ -20,13 +20,13 @@ from megatron_moe_opt.integration.observe import netmoe_report, telemetry_report
 Values = dict[int, dict[str, float]]
 """Reported values by layer number, and then by name."""
 Reports = dict[str, Values]
-"""By the name of their source; none that has nothing to say."""
+"""Reports by the name of their source, without sources that have nothing to say."""
 
 SOURCES = {"netmoe": netmoe_report, "telemetry": telemetry_report}
 
 
 def collect() -> Reports:
-    """What there is of all layers of the model since the last time. A collective call over all ranks.
+    """Returns what there is to report of all layers of the model since the last time. A collective call over all ranks.
 
     Of the ranks that share a layer this is what they agree on; of data-parallel replicas, each has its own.
     """
@@ -48,7 +48,7 @@ def lines(reports: Reports) -> list[str]:
 
 
 def scalars(reports: Reports) -> Iterator[tuple[str, float]]:
-    """Names and values for TensorBoard and W&B."""
+    """Yields names and values for TensorBoard and W&B."""
     for source, values in reports.items():
         for number, by_name in values.items():
             for name, value in by_name.items():
@@ -83,7 +83,9 @@ def _follow(training: ModuleType) -> None:
 
 
 def _report(training: ModuleType, iteration: int) -> None:
-    """On all ranks; those that have a writer write, and the last one, which prints Megatron's own lines, prints."""
+    """Collects the reports; called on all ranks. Ranks that have a writer write, and the last rank, which prints
+    Megatron's own lines, prints.
+    """
     reports, writer, wandb = collect(), training.get_tensorboard_writer(), training.get_wandb_writer()
     if dist.get_rank() == dist.get_world_size() - 1:
         for line in lines(reports):

@@ -35,14 +35,14 @@ class _OfRank:
     is_split: bool = True
     """Whether each tensor-parallel rank's router sees its part of a sequence, and not all of it."""
     experts: list[np.ndarray] = field(default_factory=list)
-    """Of each pass, uint16 [layers of this stage, B, S, K]: B samples, S tokens of each that this rank routes."""
+    """The experts of each pass, uint16 [layers of this stage, B, S, K]: B samples, of each S tokens routed here."""
     steps: list[int] = field(default_factory=list)
     kinds: list[np.ndarray] = field(default_factory=list)
     """The kind of each sample of each pass, int16 [B]; empty where nobody says."""
 
 
 class RoutingRecorder:
-    """Inside its block, listens to the routers of a training run; behind the last step it writes the trace.
+    """Listens to the routers of a training run inside its block, and writes the trace after the last step.
 
     All ranks of the run enter it before the model is configured, with the same arguments. Experts are recorded by their
     own numbers, whatever rank holds them.
@@ -96,7 +96,7 @@ class RoutingRecorder:
             )
 
     def note_kinds(self, kinds: torch.Tensor, names: Sequence[str]) -> None:
-        """What the samples of the next pass are, integers [B], as indexes of names."""
+        """Notes what the samples of the next pass are: integers [B], indexes of `names`."""
         self._kinds.append(kinds.cpu().numpy().astype(np.int16))
         self._kind_names = tuple(names)
 
@@ -219,7 +219,7 @@ def _trace_of(parts: list[_OfRank], kind_names: tuple[str, ...]) -> RoutingTrace
 
 
 def _layers(parts: Sequence[_OfRank]) -> np.ndarray:
-    """[P, L, B, T, K] of one data-parallel rank, from all pipeline stages and tensor-parallel ranks."""
+    """Returns the experts [P, L, B, T, K] of one data-parallel rank, from all its pipeline and tensor ranks."""
     stages = []
     for stage in sorted({part.stage for part in parts}):
         of_stage = [part for part in parts if part.stage == stage]

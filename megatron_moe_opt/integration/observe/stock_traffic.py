@@ -27,7 +27,9 @@ class StockTraffic:
 
     @classmethod
     def of(cls, dispatcher: Any, prob_dtype: torch.dtype) -> StockTraffic | None:
-        """None for a dispatcher that is not Megatron's MoEAlltoAllTokenDispatcher."""
+        """Returns the traffic of a pass to be counted; None for a dispatcher that is not Megatron's
+        MoEAlltoAllTokenDispatcher.
+        """
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
         return cls(dispatcher, prob_dtype) if isinstance(dispatcher, MoEAlltoAllTokenDispatcher) else None
@@ -38,7 +40,7 @@ class StockTraffic:
         self._row_bytes = tokens.size(1) * tokens.element_size() + probs.element_size()
 
     def sent(self, outputs: torch.Tensor) -> tuple[Counter[int], Counter[int]]:
-        """Bytes of this rank to each global rank, forward and backward.
+        """Returns the bytes of this rank to each global rank, forward and backward.
 
         Args:
             outputs: [N, H] what the last all-to-all gets.

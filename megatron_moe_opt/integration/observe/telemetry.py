@@ -46,7 +46,7 @@ have the same ones, whenever Python's garbage collection finds a layer that nobo
 
 
 def take_records() -> list[LayerRecord]:
-    """The records with passes since the last time, in the order in which their layers began to run."""
+    """Returns the records with passes since the last time, in the order in which their layers began to run."""
     records = list(_observed.values())
     _observed.clear()
     return records
@@ -64,7 +64,7 @@ def watch(layer: Any, stride: int | None = None) -> None:
 
 
 class _Stages:
-    """In the place of the stages of one layer. It does not hold the layer, which holds it."""
+    """Replaces the stages of one layer to observe them. It holds no reference to the layer, which holds it."""
 
     def __init__(self, layer: Any, record: LayerRecord) -> None:
         self._layer, self._record, self._now = weakref.proxy(layer), record, record.clock.now
@@ -74,10 +74,10 @@ class _Stages:
         self._has_backward = False
         self._traffic: StockTraffic | None = None
         self._outputs: torch.Tensor | None = None
-        """Of the experts, in the pass under way, until it has been timed."""
+        """The experts' outputs in the pass under way, until it has been timed."""
         self._hooks: list[Any] = []
         self._running: tuple[LayerPass, Direction] | None = None
-        """What the hooks of the experts write to."""
+        """The pass and the direction that the hooks of the experts write to."""
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         """Runs stock's step that permutes tokens; a pass that is observed begins here."""
@@ -218,7 +218,7 @@ class _Stages:
 
 
 def _tells_what_it_sends(dispatcher: Any) -> bool:
-    """Whether it is one of ours, which use `count_sent`."""
+    """Whether a dispatcher is one of ours, which report what they send with `count_sent`."""
     from megatron_moe_opt.integration.layer.token_dispatcher import PluggedTokenDispatcher
 
     return isinstance(dispatcher, PluggedTokenDispatcher)

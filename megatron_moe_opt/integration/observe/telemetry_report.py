@@ -27,13 +27,13 @@ STAGES = tuple(entry.name for entry in fields(Times))
 LINKS = ("inter-node", "intra-node")
 ERRORS = ("dispatch error", "combine error")
 WORST = 3
-"""Layers that the log shows, besides the mean of all; of up to one more, it shows all."""
+"""The layers that the log shows, besides the mean of all; where there is one layer more, it shows all."""
 
 Values = dict[int, dict[str, float]]
 
 
 def take() -> Values:
-    """By layer number, what the passes since the last time were like. A collective call over the layers' groups."""
+    """Returns, by layer number, what the passes since the last time were like. Collective over the layers' groups."""
     by_group: dict[ProcessGroup, list[LayerRecord]] = {}
     for record in take_records():
         by_group.setdefault(record.group, []).append(record)
@@ -63,11 +63,11 @@ class _Observed:
 
     @property
     def size(self) -> int:
-        """How many numbers `own` returns: the same on every rank of the group."""
+        """Returns how many numbers `own` returns: the same on every rank of the group."""
         return 2 * _DIRECTION + _ROUNDING + len(self.first) * (self.group.size() + self.record.num_experts)
 
     def own(self) -> torch.Tensor:
-        """float64 [size], on the device of the group's collectives."""
+        """Returns this rank's numbers, float64 [size], on the device of the group's collectives."""
         forward = [(one.forward,) for one in self.first]
         backward = [(one.backward,) for one in self.first] + [(one.forward, one.backward) for one in self.again]
         rows = torch.zeros(len(self.first), self.group.size(), dtype=torch.float64)
@@ -79,7 +79,7 @@ class _Observed:
         return torch.cat([part.to(device_of(self.group)) for part in parts])
 
     def _sums(self, passes: list[tuple[Direction, ...]]) -> torch.Tensor:
-        """[_DIRECTION]; a pass that recomputes is the sum of its directions."""
+        """Returns the sums of the passes, [_DIRECTION]; a pass that recomputes is the sum of its directions."""
         sums = torch.zeros(_DIRECTION, dtype=torch.float64)
         nodes, own = _nodes(self.group), self.group.rank()
         number = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(self.group))}
@@ -96,7 +96,7 @@ class _Observed:
         return sums
 
     def values(self, sums: torch.Tensor) -> dict[str, float]:
-        """What the log and its writers get, by name.
+        """Returns what the log and its writers get, by name.
 
         Args:
             sums: [size] of `own` over the ranks of the group.
@@ -120,12 +120,12 @@ _ROUNDING = 4
 
 @cached_by_group
 def _nodes(group: ProcessGroup) -> NodeMap:
-    """Of a group's ranks, by their number in it. A collective call, once."""
+    """Returns the nodes of a group's ranks, by their number in it. A collective call, once."""
     return discover_nodes(group)
 
 
 def _means(prefix: str, sums: list[float], ranks: int) -> dict[str, float]:
-    """None of a direction in which no pass came to its end, and no bytes where they are not known."""
+    """Returns means by name: no times where no pass came to its end, and no bytes where they are not known."""
     (count, counted), times, sent = sums[:2], sums[2 : 2 + len(STAGES)], sums[2 + len(STAGES) :]
     means = {}
     if count:
@@ -137,14 +137,14 @@ def _means(prefix: str, sums: list[float], ranks: int) -> dict[str, float]:
 
 
 def _errors(squares: list[float]) -> dict[str, float]:
-    """Relative norms of what rounding rows on the wire loses; nothing where no rows were narrowed."""
+    """Returns the relative norms of what rounding rows on the wire loses; empty where no rows were narrowed."""
     lost_out, tokens, lost_back, outputs = squares
     pairs = zip(ERRORS, ((lost_out, tokens), (lost_back, outputs)), strict=True)
     return {name: (lost / whole) ** 0.5 for name, (lost, whole) in pairs if whole}
 
 
 def _imbalance(loads: torch.Tensor, passes: int) -> float:
-    """Greatest over mean of each pass, in the mean; 1 without passes, or where nobody has any load."""
+    """Returns the mean over passes of greatest over mean load; 1 without passes, or where nobody has any load."""
     if not passes:
         return 1.0
     loads = loads.view(passes, -1)
@@ -152,7 +152,7 @@ def _imbalance(loads: torch.Tensor, passes: int) -> float:
 
 
 def lines(values: Values) -> list[str]:
-    """A table: the mean of all layers, and those with the most exposed communication."""
+    """Returns a table as lines: the mean of all layers, and those with the most exposed communication."""
     if not values:
         return []
     worst = sorted(values, key=lambda number: -_both(values[number], "exposed ms"))

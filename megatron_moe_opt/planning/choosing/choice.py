@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     """Systems, each with options that say what of it there is to choose from."""
 
 ONE_CHUNK = 0.95
-"""Of its predicted time, at which a single chunk is compared with several: ranks that are out of step overlap stages by
-themselves, and the simulator plays them in step."""
+"""The part of a single chunk's predicted time that is compared with several chunks: ranks that are out of step overlap
+stages by themselves, and the simulator plays them in step.
+"""
 _MOST_ROWS = 2**40
 
 
@@ -101,14 +102,15 @@ C = TypeVar("C")
 
 
 class ChoiceByRows(Generic[C]):
-    """A choice for every range of row counts, made once: when a count leaves the range, that of its range applies.
+    """A choice for every range of row counts, made once: a count that leaves a range gets the choice of the range that
+    it enters.
 
     Ranges are the same for every rank and run; the choice of a range is that of its geometric middle. Row counts
     must be agreed by the ranks of a layer before they are looked up.
     """
 
     def __init__(self, choose_for: Callable[[int], C], ratio: float = 2**0.5) -> None:
-        """`choose_for` gives the choice for a row count; `ratio` is the upper over the lower end of a range."""
+        """Takes the function that gives the choice for a row count, and a range's `ratio` of upper to lower end."""
         if not ratio > 1:
             raise ValueError(f"ratio {ratio} of a range of row counts is not above 1")
         self._choose_for = choose_for
@@ -129,7 +131,7 @@ class ChoiceByRows(Generic[C]):
         return range(self._begins[index - 1], self._begins[index])
 
     def __getitem__(self, rows: int) -> C:
-        """The choice for `rows`. Raises ValueError as `range_of` does."""
+        """Returns the choice for `rows`. Raises ValueError as `range_of` does."""
         span = self.range_of(rows)
         if span.start not in self._choices:
             self._choices[span.start] = self._choose_for(math.isqrt(span.start * span[-1]))

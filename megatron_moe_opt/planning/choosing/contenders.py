@@ -20,14 +20,15 @@ K = TypeVar("K", bound=Hashable)
 
 
 def median_within(times: Sequence[float]) -> tuple[float, float]:
-    """Between which of its times the true median of a candidate lies: from the least to the largest of few."""
+    """Returns the two of its times between which a candidate's true median lies: of few times, least and largest."""
     ordered = sorted(times)
     outside = max(0, floor(len(ordered) / 2 - sqrt(len(ordered))))
     return ordered[outside], ordered[-1 - outside]
 
 
 def contenders(times: Mapping[K, Sequence[float]]) -> tuple[K, ...]:
-    """The candidate with the least median, the leader, and all that may be faster than it by more than WORTH.
+    """Returns the leader, which is the candidate with the least median, and all that may be faster than it by more than
+    WORTH.
 
     The same wherever the same times are given in the same order.
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 import statistics
 
 WINDOW = 100
-"""Steps of which a median is taken."""
+"""The number of steps of which a median is taken."""
 DRIFT = 0.25
 """The part of a step's time by which medians differ where something has changed."""
 MOST_COST = 0.01
-"""The part of the time since a choice that it may have cost, when the next one is made."""
+"""The largest part of the time since a choice that the choice may have cost when the next one is made."""
 LEARNT = 1000
-"""Steps after the first choice, from which on it is made anew."""
+"""The number of steps after the first choice from which on it is made anew: routers have learnt by then."""
 
 
 class Drift:

@@ -7,13 +7,13 @@ from typing import TypeVar
 
 TIE = 1 + 1e-9  # times this close are equal but for rounding
 EQUAL_WITHIN = 0.03
-"""Predictions this close to the least cannot be told from it: no cuts for a gain that may be none."""
+"""The part of the least time within which predictions cannot be told from it: no cuts for a gain that may be none."""
 
 C = TypeVar("C")
 
 
 def fewest_of_equal(candidates: Sequence[tuple[float, int, C]], equal_within: float = EQUAL_WITHIN) -> C:
-    """The one of (seconds, parts, what) to take: the same on every rank that has the same candidates.
+    """Returns the one of (seconds, parts, what) to take: the same on every rank that has the same candidates.
 
     Of times that exceed the least by up to `equal_within` of it the one in fewest parts; of those the fastest, and of
     equally fast ones the first.

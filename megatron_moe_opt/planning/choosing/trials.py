@@ -20,25 +20,26 @@ from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.variants import kind_of
 
 MOST_AT_FIRST = 6
-"""Variants that run in the first sweep."""
+"""The number of variants that run in the first sweep."""
 TURN = 4
-"""Steps of a variant in a sweep. The first after another variant's does not count: buffers are new, and what was sent
-ahead may be on its way."""
+"""The steps of a variant in a sweep. The first after another variant's does not count: buffers are new, and what was
+sent ahead may be on its way.
+"""
 MOST_STEPS = 150
 """The most training steps that all trials take together."""
 ONE_TURN_WITHIN = 1.25
-"""Times the leader's median: a variant that has had one turn stays within that, for a disturbance may last as long."""
+"""The multiple of the leader's median that keeps a variant after one turn, for a disturbance may last as long."""
 STOCK_WITHIN = 0.01
 """Stock stays where nothing is faster by more than this part of its time."""
 NEAR = 1.5
-"""Times what the leader is predicted to take: what takes longer does not join it, nor begin as the best of a kind."""
+"""The multiple of the leader's predicted time that a variant may take to join it, or begin as the best of a kind."""
 
 _NUMBER = re.compile(r"\d+")
 
 
 def shortlist(predictions: Sequence[Prediction], planned: str, kept: str | None = None) -> tuple[str, ...]:
-    """What to try first: the planned variant, what earlier trials have kept, stock, the best of every other system and
-    kind, then the next fastest.
+    """Returns what to try first: the planned variant, what earlier trials have kept, stock, the best of every other
+    system and kind, then the next fastest.
 
     What differs from the leader in a number joins by itself, where it is worth it. Whether experts travel is no number.
 
@@ -96,7 +97,7 @@ def next_along(line: Mapping[int, str], leader: str, times: Mapping[str, Sequenc
 
 
 def _form(variant: str) -> tuple[str, tuple[int, ...]]:
-    """A variant without its numbers, and its numbers."""
+    """Returns a variant without its numbers, and its numbers."""
     return _NUMBER.sub("#", variant), tuple(map(int, _NUMBER.findall(variant)))
 
 
@@ -121,13 +122,13 @@ class Trials:
         """
         self._most_steps = MOST_STEPS // share
         self.variants = (*shortlist(predictions, planned, kept), *beside)
-        """Those that run: at first the shortlist, then contenders and what has joined them."""
+        """The variants that run: at first the shortlist, then contenders and what has joined them."""
         self.times: dict[str, list[float]] = {}
         """Seconds of the steps that count, of each variant that was tried."""
         self._predicted = {one.variant: one.seconds for one in predictions}
         self._order: list[str] = []
         self._seconds: list[float] = []
-        """Seconds of the steps of `_order` that have run."""
+        """The seconds of the steps of `_order` that have run."""
         self._sweeps = 0
         self._begin_sweep()
 
@@ -142,7 +143,7 @@ class Trials:
         return len(self._seconds)
 
     def record(self, seconds: float) -> None:
-        """The time of the step that has just run, the same on all ranks."""
+        """Takes the time of the step that has just run, the same on all ranks."""
         if self.steps and self._order[self.steps - 1] == self.current:
             self.times[self.current].append(seconds)
         self._seconds.append(seconds)
@@ -150,7 +151,7 @@ class Trials:
             self._end_sweep()
 
     def drop(self) -> None:
-        """The variant of the next step is tried no more: it cannot run. It has not run yet."""
+        """Tries the variant of the next step no more, as it cannot run. It has not run yet."""
         variant = self.current
         self.variants = tuple(one for one in self.variants if one != variant)
         self._order[self.steps :] = [one for one in self._order[self.steps :] if one != variant]
@@ -160,7 +161,7 @@ class Trials:
             self._end_sweep()
 
     def longer_than(self, seconds: float) -> float:
-        """Seconds that all steps took more than as many of `seconds` each."""
+        """Returns the seconds that all steps took more than as many of `seconds` each."""
         return sum(self._seconds) - self.steps * seconds
 
     def medians(self) -> dict[str, float]:
@@ -197,12 +198,12 @@ class Trials:
             self._begin_sweep()
 
     def _is_new(self, variant: str, leader: str) -> bool:
-        """It has had one turn only, and is not far behind."""
+        """Whether a variant has had one turn only, and is not far behind."""
         near = statistics.median(self.times[leader]) * ONE_TURN_WITHIN
         return len(self.times[variant]) < TURN and statistics.median(self.times[variant]) <= near
 
     def _joining(self, leader: str) -> tuple[str, ...]:
-        """What Algorithm 1 tries next along each of the leader's numbers, those that are predicted fastest first."""
+        """Returns what Algorithm 1 tries next along each of the leader's numbers, in order of predicted time."""
         near = self._predicted.get(leader, 0) * NEAR  # nothing is along numbers of what nobody predicts
         worth = [one for one, seconds in self._predicted.items() if one in self.times or seconds <= near]
         new = (next_along(line, leader, self.times) for line in lines(leader, worth))

@@ -24,14 +24,14 @@ MEGATRON_FLAGS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size
 OUR_FLAGS = ("--ep", "--expert-tp", "--tp")
 
 Points = tuple[tuple[int, float], ...]
-"""(bytes or rows, seconds), by ascending size."""
+"""The points of a curve: (bytes or rows, seconds), by ascending size."""
 Facts = Mapping[str, str | int]
 
 RANKS, ROW, EXPERT, TYPE = "ranks", "hidden size of a row", "hidden size of an expert", "type of the rows"
 VERSIONS = ("megatron-moe-opt", "megatron-core", "torch")
 """The software whose versions measured times hold for."""
 STOCK, OURS = "stock", "ours"
-"""Whose permutation and sorting `Cluster.local_work` is: Megatron's, or this package's."""
+"""The names of those whose permutation and sorting `Cluster.local_work` is: Megatron, or this package."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class World:
     """Where the ranks were, and the sizes of their groups."""
 
     nodes: tuple[int, ...]
-    """[world size] node of each rank."""
+    """The node of each rank, [world size]."""
     tp: int = 1
     cp: int = 1
     ep: int = 1
@@ -60,32 +60,36 @@ class ExpertGemm:
     """Middle size of this rank's shard: the expert's divided by expert-TP."""
     dtype: str
     points: Points
-    """(rows, seconds) of the forward pass."""
+    """The points of the forward pass, (rows, seconds)."""
     training: Points | None = None
-    """(rows, seconds) of forward and backward pass together; None: not measured."""
+    """The points of forward and backward pass together, (rows, seconds); None: not measured."""
 
     def flops(self, rows: int) -> int:
-        """Of a forward pass: two products of 2 * rows * hidden * ffn_hidden operations each. Backward: twice that."""
+        """Returns the operations of a forward pass: two products of 2 * rows * hidden * ffn_hidden each. A
+        backward pass has twice as many.
+        """
         return 4 * rows * self.hidden * self.ffn_hidden
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Measured on the slowest rank, each op alone in its lane but for `slowdown`."""
+    """What ops cost on a cluster, measured on the slowest rank, each op alone in its lane but for `slowdown`."""
 
     world: World
     curves: Mapping[tuple[Kind, str | None], Points]
-    """By kind and role of the group (None: no collective); bytes count as Op.size does."""
+    """The curves by kind and role of the group (None: no collective); bytes count as Op.size does."""
     slowdown: Slowdown = field(default_factory=dict)
-    """(lane, beside, ...): the rate, in (0, 1], of an op in a lane while the others are busy, all of them."""
+    """The rate, in (0, 1], of an op in a lane while others are busy, all of them, by (lane, beside, ...)."""
     overhead: float = 0.0
     """Seconds that an op of a pipeline takes besides: handing over between lanes, waiting for ranks that come later."""
     partition_overhead: float = 0.0
     """Seconds that each of mpmoe's partitions but the first takes besides its ops, forward and backward; 0 where not
     measured."""
     saa: Points | None = None
-    """Of Parm's combine_and_gather, all phases together and without its reorder. Bytes are those of the rows that come
-    back to this rank for itself, times expert-TP: what a fused all-to-all of them carries. None: not measured."""
+    """The curve of Parm's combine_and_gather, all phases together, without its reorder. Bytes are those
+    of the rows that come back to this rank for itself, times expert-TP: what a fused all-to-all of them
+    carries. None: not measured.
+    """
     expert_gemm: ExpertGemm | None = None
     compute_sharing: float = 1.0
     """How much faster a rank computes while the others of its node do not: 1 where each has its own device."""
@@ -93,15 +97,15 @@ class Cluster:
     """What a layer does with its rows besides exchanging and computing them, forward and backward: by STOCK or OURS,
     seconds over bytes of the rows that a rank exchanges in one pass of combine. Empty: not measured."""
     stock_curves: Mapping[tuple[Kind, str | None], Points] = field(default_factory=dict)
-    """As `curves`, of collectives as stock Megatron calls them. What is not here takes as long as in `curves`."""
+    """The curves of collectives as stock Megatron calls them. What is not here takes as long as in `curves`."""
     gpu_settings: Facts | None = None
-    """Of the ranks' environment, see gpu_settings.py; None where there was no GPU, or it is not known."""
+    """The settings of the ranks' environment, see gpu_settings.py; None where there was no GPU, or it is not known."""
     measured_for: Facts = field(default_factory=dict)
     """What the training run was like that measured it for itself, as far as times depend on that. Empty: no run did."""
     host: Facts = field(default_factory=dict)
     software: Facts = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    """What is to be doubted of it, a sentence each: curves of one point, and noisy ones."""
+    """What is to be doubted of the measurements, a sentence each: curves of one point, and noisy ones."""
 
     @classmethod
     def load(cls, file: str | Path) -> Cluster:
@@ -162,7 +166,9 @@ class Cluster:
         write_text_whole(file, _one_line_a_point(json.dumps(content, indent=2)) + "\n")
 
     def _as_list(self, curves: Mapping[tuple[Kind, str | None], Points]) -> list[dict[str, object]]:
-        """What `_curves` reads, and for the reader the best bus bandwidth and the link's peak in bytes a second."""
+        """Returns the entries that `_curves` reads, each with the best bus bandwidth and the link's peak in bytes a
+        second for whoever looks at the file.
+        """
         entries: list[dict[str, object]] = []
         for (kind, group), points in curves.items():
             entries.append({"kind": kind.value, "group": group, "points": points})
@@ -173,7 +179,7 @@ class Cluster:
         return entries
 
     def measured_with(self) -> Facts:
-        """What its times hold for, as far as it is known: the ranks, the rows, the experts and the versions."""
+        """Returns what the times hold for, as far as it is known: the ranks, the rows, the experts and the versions."""
         known: dict[str, str | int] = {RANKS: len(self.world.nodes)}
         if self.expert_gemm is not None:
             gemm = self.expert_gemm
@@ -182,7 +188,7 @@ class Cluster:
         return known | {name: version for name, version in self.software.items() if name in VERSIONS}
 
     def costs(self) -> Costs:
-        """What ops cost, for the simulator and the choice of level and chunks."""
+        """Returns what ops cost, for the simulator and the choice of level and chunks."""
         return Costs({key: CostCurve(points) for key, points in self.curves.items()}, self.overhead)
 
     def check_groups(
@@ -286,10 +292,10 @@ def _local_work(place: JsonPlace) -> dict[str, Points]:
 
 
 def facts(place: JsonPlace) -> dict[str, str | int]:
-    """An object of names and what they are."""
+    """Reads an object of names and what they are."""
     return {name: fact.count() if isinstance(fact.value, int) else fact.word() for name, fact in place.object().items()}
 
 
 def _one_line_a_point(text: str) -> str:
-    """JSON with each list of numbers on one line."""
+    """Returns a JSON text with each list of numbers on one line."""
     return re.sub(r"\[\n([^\[\]{}\"]*)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)

@@ -25,7 +25,7 @@ class CostCurve:
     """
 
     points: tuple[tuple[float, float], ...]
-    """(bytes, seconds), by ascending bytes; bytes count as Op.size does."""
+    """The measured points (bytes, seconds), by ascending bytes; bytes count as Op.size does."""
 
     def __post_init__(self) -> None:
         if not self.points:
@@ -40,7 +40,8 @@ class CostCurve:
     def from_efficiency(
         cls, bandwidth: float, efficiencies: Iterable[tuple[float, float]], crossing: float = 1.0
     ) -> CostCurve:
-        """The papers' way: seconds = bytes * crossing / (bandwidth * efficiency) (MoNTA, eq. 8 to 10).
+        """Returns the curve that the papers use: seconds = bytes * crossing / (bandwidth * efficiency) (MoNTA, eq. 8 to
+        10).
 
         Args:
             bandwidth: theoretical, bytes a second.
@@ -105,11 +106,11 @@ class AlphaBeta:
     """The part of the points' variance that the line explains: 1 where they lie on it, less than 0 where their mean
     would be nearer to them."""
     largest_error: float = 0.0
-    """Of any point: how far the line is from it, over its seconds."""
+    """The largest relative error: how far the line is from a point, over the point's seconds."""
 
     @classmethod
     def fit(cls, curve: CostCurve) -> AlphaBeta:
-        """The line with the least squares of relative errors, and with neither alpha nor beta below 0.
+        """Fits the line with the least squares of relative errors, and with neither alpha nor beta below 0.
 
         Relative, because sizes span decades: absolute errors are those of the largest sizes, whose noise would be many
         times the latency. A single point gives a line through the origin.
@@ -138,7 +139,7 @@ class AlphaBeta:
 
 
 def _quality(points: Iterable[tuple[float, float]], line: Callable[[float], float]) -> tuple[float, float]:
-    """R squared and the largest relative error."""
+    """Returns R squared and the largest relative error."""
     errors = [(line(size) - seconds, seconds) for size, seconds in points]
     mean = sum(seconds for _, seconds in errors) / len(errors)
     variance = sum((seconds - mean) ** 2 for _, seconds in errors)
@@ -152,7 +153,7 @@ class Costs:
     """What every op of a schedule costs; called with an Op, it gives its seconds."""
 
     curves: Mapping[tuple[Kind, str | None], CostCurve] = field(default_factory=dict)
-    """By kind of op and role of its group (None for ops that are not collectives)."""
+    """The curves by kind of op and role of its group (None for ops that are not collectives)."""
     overhead: float = 0.0
     """Seconds that every op takes besides what its curve says."""
 

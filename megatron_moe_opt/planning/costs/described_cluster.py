@@ -30,12 +30,12 @@ from megatron_moe_opt.schedules.schedule import Kind, Op
 from megatron_moe_opt.topology.layouts import Layout
 
 SIZES = tuple(2**power for power in range(14, 35, 2))
-"""Bytes of the points of a curve, besides those that efficiencies were published for: 16 KiB to 16 GiB."""
+"""The bytes of the points of a curve, besides those that efficiencies were published for: 16 KiB to 16 GiB."""
 GEMM_ROWS = tuple(2**power for power in range(4, 21, 2))
 GEMM_LAUNCH = 10e-6
 """Seconds that an expert takes without rows: the launches of its kernels. Assumed."""
 PERMUTES = 4
-"""Times that a rank copies its rows besides what schedules have: permute and unpermute, forward and backward."""
+"""How often a rank copies its rows besides what schedules have: permute and unpermute, forward and backward."""
 MEMORY_REACHED = 0.8
 """The part of the memory bandwidth that reading weights reaches, as MoNTA's Table 8 has it for copies."""
 
@@ -45,13 +45,13 @@ class _Place:
     """Where the peers of a rank are."""
 
     peers: tuple[int, ...]
-    """Of each level, the innermost first: those that it reaches over the level's links."""
+    """The peers that a rank reaches over the links of each level, the innermost level first."""
     ranks: int
     """Number of ranks in the group."""
 
 
 def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: str = "bf16") -> Cluster:
-    """What a profile of this layout on such a cluster would hold.
+    """Returns what a profile of this layout on such a cluster would hold.
 
     Args:
         hidden, ffn: of the expert whose time is given; ffn of one rank's shard.
@@ -99,7 +99,7 @@ def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: 
 
 
 def levels_of_ep(known: KnownCluster, layout: Layout) -> tuple[int, ...]:
-    """Workers of each network level of the EP groups, the slowest level first.
+    """Returns the workers of each network level of the EP groups, the slowest level first.
 
     Raises:
         ConfigurationError: groups that lie on the levels unevenly, or see KnownCluster.levels.
@@ -146,7 +146,9 @@ def _places(levels: Sequence[tuple[int, Fabric]], groups: Iterable[Sequence[int]
 def _place_of_domains(
     levels: Sequence[tuple[int, Fabric]], layout: Layout, workers: Sequence[int], level: int, ranks: int
 ) -> _Place:
-    """Of the groups of so many ranks at one level of an EP group: all other ranks are reached over that level."""
+    """Returns the place of groups of so many ranks at one level of an EP group: it
+    reaches all others over that level.
+    """
     stride = 1
     for inner in workers[level + 1 :]:
         stride *= inner
@@ -155,7 +157,7 @@ def _place_of_domains(
 
 
 def _slowest(levels: Sequence[tuple[int, Fabric]], places: Iterable[_Place]) -> Points:
-    """Of the ranks at these places, and of the levels that they use, at every size."""
+    """Returns the points of the slowest of the ranks at these places and of the levels that they use, at every size."""
     curves = []
     for place in places:
         sharers = 1
@@ -171,13 +173,15 @@ def _slowest(levels: Sequence[tuple[int, Fabric]], places: Iterable[_Place]) -> 
 
 
 def _expert_gemm(known: KnownCluster, hidden: int, ffn: int, dtype: str) -> ExpertGemm:
-    """As fast as the device's products; with few rows, as its memory reads the weights."""
+    """Returns the time of an expert that computes as fast as the device's products or, with few rows, as its
+    memory reads the weights.
+    """
     element = {"bf16": 2, "fp32": 4}[dtype]
     speed = known.device.peak_flops * known.device.efficiency
     reading = 2 * hidden * ffn * element / (MEMORY_REACHED * known.memory_bandwidth)
 
     def points(passes: int) -> Points:
-        """Forward alone, or with backward, which takes twice as long."""
+        """Returns the points of the forward pass alone, or of forward and backward, which takes twice as long."""
         return tuple(
             (rows, passes * (GEMM_LAUNCH + max(4 * rows * hidden * ffn / speed, reading))) for rows in GEMM_ROWS
         )
@@ -186,7 +190,7 @@ def _expert_gemm(known: KnownCluster, hidden: int, ffn: int, dtype: str) -> Expe
 
 
 def _with_saa(cluster: Cluster) -> Cluster:
-    """With what Parm's combine_and_gather takes, as the simulator plays it; without TP there is none."""
+    """Returns the cluster with what Parm's combine_and_gather takes, as the simulator plays it; none without TP."""
     world, costs = cluster.world, cluster.costs()
     if world.tp == 1 or (Kind.ALL_TO_ALL, JOINT) not in cluster.curves:
         return cluster
@@ -195,7 +199,9 @@ def _with_saa(cluster: Cluster) -> Cluster:
 
 
 def _saa_seconds(size: int, world: World, costs: Costs, cluster: Cluster) -> float:
-    """Where as many rows come back from every EP peer; without the reorder, which has a curve of its own."""
+    """Returns the seconds of combine_and_gather where as many rows come back from every EP peer; without the reorder,
+    which has a curve of its own.
+    """
     own = -(-size // (world.expert_tp * world.ep))
     phases = [ChunkBytes(own, own * world.tp)] * world.ep
     schedule = parm.combine_and_gather(0, phases, world.expert_tp)

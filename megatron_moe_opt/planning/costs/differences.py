@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def differences(here: Mapping[str, object], there: Mapping[str, object]) -> str | None:
-    """`NAME VALUE (there VALUE), ...` of all names with unlike values; None where there are none.
+    """Returns `NAME VALUE (there VALUE), ...` of all names with unlike values; None where there are none.
 
     Args:
         here: of the run.

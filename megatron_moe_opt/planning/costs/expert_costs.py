@@ -11,11 +11,11 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.schedules.schedule import Kind
 
 LEAST_GRADIENT = 0.5
-"""Of the forward pass' time, what a backward pass takes at least: less is a disturbed measurement."""
+"""The least part of the forward pass's time that a backward pass takes: less is a disturbed measurement."""
 
 
 def costs_with_experts(layer: LayerWorkload, cluster: Cluster, holds: int = 1) -> Costs:
-    """The cluster's curves, and those of the layer's experts: a compute op costs what its bytes of T_DI make.
+    """Returns the cluster's curves, and those of the layer's experts: a compute op costs what its bytes of T_DI make.
 
     Experts of other sizes than the measured one take as much longer as they have more operations.
 

@@ -14,13 +14,13 @@ from megatron_moe_opt.planning.costs.differences import differences
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _BY_DEFAULT = 8
 _OF_NO_EFFECT = ("NCCL_DEBUG",)
-"""What these begin with says what NCCL writes, not what it does."""
+"""The beginnings of names that say what NCCL writes, not what it does."""
 _FIRST_THAT_NEEDS_NO_ORDER = 10
-"""Megatron asks for one queue on GPUs before this compute capability, Blackwell's."""
+"""The first compute capability, Blackwell's, of GPUs on which Megatron does not ask for one queue."""
 
 
 def gpu_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """CUDA_DEVICE_MAX_CONNECTIONS and NCCL's variables, as far as they are set."""
+    """Returns CUDA_DEVICE_MAX_CONNECTIONS and NCCL's variables, as far as they are set."""
     return {
         name: environment[name]
         for name in sorted(environment)
@@ -31,7 +31,8 @@ def gpu_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 def other_settings(
     file: object, measured: Mapping[str, object] | None, environment: Mapping[str, str] = os.environ
 ) -> str | None:
-    """One sentence where this process has other settings than `file` was measured with; None where it has the same.
+    """Returns one sentence where this process has other settings than `file` was measured with; None where it has the
+    same.
 
     Args:
         measured: what `gpu_settings` was there; None: not known.
@@ -59,7 +60,9 @@ def has_one_queue(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def needless_queue(tp: int, cp: int, capability: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """One sentence where a single queue costs overlap that nobody asked for, else None. See `demands_one_queue`."""
+    """Returns one sentence where a single queue costs overlap that nobody asked for, else
+    None. See `demands_one_queue`.
+    """
     if not has_one_queue(environment) or demands_one_queue(tp, cp, capability):
         return None
     why = f"tensor parallelism {tp} and context parallelism {cp}" if max(tp, cp) == 1 else "this GPU"
@@ -70,8 +73,8 @@ def needless_queue(tp: int, cp: int, capability: int, environment: Mapping[str, 
 
 
 def too_few_queues(streams: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """One sentence where several hardware queues are fewer than the streams in use, else None; of one, see
-    `needless_queue`.
+    """Returns one sentence where there are fewer hardware queues than streams, but several; else None. Of
+    one, see `needless_queue`.
     """
     value = environment.get(CONNECTIONS)
     queues = _BY_DEFAULT if value is None else int(value) if value.isdecimal() else 1

@@ -34,10 +34,12 @@ US = 1e-6
 TFLOPS = 1e12
 
 FURTHER_PEER = 1 * US
-"""Of a network or PCIe; half of it over NVLink. NCCL sends to several peers at a time. Assumed."""
+"""Seconds that a further peer adds on a network or PCIe; half of it over NVLink. NCCL serves
+several at a time. Assumed.
+"""
 
 Efficiencies = tuple[tuple[int, float], ...]
-"""(bytes as Op.size counts them, part of the bandwidth that such ops reach)."""
+"""How well ops use a link: (bytes as Op.size counts them, part of the bandwidth that such ops reach)."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Fabric:
     """What joins GPUs, or groups of them that are joined otherwise."""
 
     bandwidth: float
-    """Bytes a second that a GPU sends; of all GPUs of a group together where it is shared."""
+    """Bytes a second that a GPU sends or, where the link is shared, all GPUs of a group together."""
     efficiencies: Efficiencies
     first: float = 0.0
     """Seconds of a collective with one peer, whatever it carries, besides what the efficiencies contain."""
@@ -78,11 +80,11 @@ class KnownCluster:
     far: Fabric | None = None
     """The network between data centres; None: there is one data centre."""
     overhead: float = 10 * US
-    """Of an op: its launch, and the event that another stream waits for. Assumed."""
+    """The seconds that an op takes besides: its launch, and the event that another stream waits for. Assumed."""
     slowdown: Slowdown = field(default_factory=dict)
 
     def levels(self, world: int) -> list[tuple[int, Fabric]]:
-        """(consecutive ranks that a level's fabric joins, the fabric), the innermost first.
+        """Returns the levels as (consecutive ranks that a level's fabric joins, the fabric), the innermost first.
 
         Raises:
             ConfigurationError: ranks that do not fill nodes, or data centres, alike.
@@ -232,7 +234,7 @@ _NVLINK_REACHED = 0.8  # as MoNTA measured on an A800 (Table 8 and Discussion); 
 
 
 def _gathering(beta: float, bandwidth: float) -> float:
-    """The part of a link's bandwidth that Parm's AllGather reached.
+    """Returns the part of a link's bandwidth that Parm's AllGather reached.
 
     Section VI-B has beta seconds for an element of what N_MP ranks have together. Taken for N_MP = 4 and elements of 4
     bytes, of which 3/4 cross the link; the paper says neither.
@@ -241,7 +243,7 @@ def _gathering(beta: float, bandwidth: float) -> float:
 
 
 _ETHERNET = Fabric(100 * GBIT, ((1, 0.9),), first=_COLLECTIVE + _NETWORK_STEP, further=FURTHER_PEER, shared=True)
-"""Parm, Table II: a ConnectX-5 of 100 Gb/s a node. 90 % of it is assumed to be reached."""
+"""The network of Parm, Table II: a ConnectX-5 of 100 Gb/s a node. 90 % of it is assumed to be reached."""
 
 PARM_A = KnownCluster(
     title="Parm's testbed A: 8x RTX 4090 in one node, PCIe 4.0 x16",

@@ -10,7 +10,7 @@ from megatron_moe_opt.topology.domains import ExpertDomains
 
 
 class LinkBytes:
-    """Which peers of the first rank's groups are on other nodes."""
+    """Counts what the first rank sends over links between nodes, by which peers of its groups are on other nodes."""
 
     def __init__(self, cluster: Cluster, domains: ExpertDomains | None = None) -> None:
         """
@@ -33,7 +33,9 @@ class LinkBytes:
         return len({self._nodes[rank] for rank in self._ranks["ep"]}) > 1
 
     def sent(self, op: Op) -> tuple[float, float]:
-        """Bytes of a collective that the first rank sends between nodes, and inside its node: as much to each peer."""
+        """Returns the bytes of a collective that the first rank sends between nodes and inside its
+        node, as many to each peer.
+        """
         first, *peers = self._ranks[op.group]
         elsewhere = sum(self._nodes[peer] != self._nodes[first] for peer in peers)
         each = op.size / (len(peers) + 1)

@@ -23,11 +23,11 @@ import numpy as np
 STARTS = 8
 
 Solve = Callable[[np.ndarray, int], np.ndarray]
-"""(cost [I, N], places of each sink) -> the sink of each row [I]; see kernels.solve_placement."""
+"""A function: (cost [I, N], places of each sink) -> the sink of each row [I]; see kernels.solve_placement."""
 
 
 def group_experts(counts: np.ndarray, nodes: int, ranks_per_node: int, solve: Solve, seed: int = 0) -> np.ndarray:
-    """The device of each expert, such that NetMoE's placement of the samples sends little.
+    """Returns the device of each expert, such that NetMoE's placement of the samples sends little.
 
     Args:
         counts: int64 [P, L, I, E], see RoutingTrace.counts; I and E are multiples of the devices, L is at least 2.
@@ -58,18 +58,18 @@ class _Counted:
     """The samples and experts that are to be shared out."""
 
     def __init__(self, counts: np.ndarray, samples: np.ndarray, experts: np.ndarray) -> None:
-        """samples: [P, Q, S] their numbers. experts: [L, F] their numbers."""
+        """Takes the numbers of the samples [P, Q, S] and of the experts [L, F] that are shared out."""
         self.num_layers = len(experts)
         passes = np.arange(len(counts))[:, None]
         self.references = np.stack([counts[:, layer][..., experts[layer]] for layer in range(self.num_layers)], axis=2)
-        """[P, I, L, F], all samples, for the starts."""
+        """The tokens of all samples for the experts, [P, I, L, F], by which a start is chosen."""
         self.reference_numbers = samples[:, 0]
 
         def of(layer: int, pair: int) -> np.ndarray:
             return counts[:, layer][passes, samples[:, pair]][..., experts[layer]]
 
         self.pairs = [(of(pair, pair), of(pair + 1, pair)) for pair in range(self.num_layers - 1)]
-        """Of each pair, [P, S, F] tokens of the first layer and of the second."""
+        """The tokens of the first layer and of the second of each pair, [P, S, F]."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ def _group(part: _Counted, groups: int, solve: Solve, rng: np.random.Generator) 
 
 
 def _start(part: _Counted, groups: int, solve: Solve, rng: np.random.Generator) -> np.ndarray:
-    """Experts to the samples that use them most: one sample a group, of one pass, each as unlike the others as can."""
+    """Gives experts to the samples that use them most: one sample a group, of one pass, as
+    unlike the others as can be.
+    """
     of_pass = int(rng.integers(len(part.references)))
     profiles = part.references[of_pass, part.reference_numbers[of_pass]]  # [S, L, F]
     flat = profiles.reshape(len(profiles), -1)

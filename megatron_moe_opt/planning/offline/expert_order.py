@@ -27,14 +27,15 @@ class ExpertOrder:
 
     num_experts: int
     nodes: int
-    """The order was made for so many nodes of equally many ranks; what it means does not depend on it."""
+    """The number of nodes, of equally many ranks, that the order was made for; what it means does not depend on it."""
     ranks: int
     layers: dict[int, tuple[int, ...]]
-    """By Megatron's number of the layer, the expert in each slot."""
+    """The expert in each slot of a layer, by Megatron's number of the layer."""
 
     @classmethod
     def of_devices(cls, expert_device: np.ndarray, layers: np.ndarray, nodes: int, ranks: int) -> ExpertOrder:
-        """From the device of each expert, integers [L, E]; on a rank, experts are in the order of their numbers.
+        """Returns the order that puts experts on these devices, integers [L, E]; on a rank, experts are in the order of
+        their numbers.
 
         Args:
             layers: integers [L], Megatron's numbers.
@@ -44,13 +45,13 @@ class ExpertOrder:
         return cls(expert_device.shape[1], nodes, ranks, orders)
 
     def expert_device(self, layers: np.ndarray) -> np.ndarray:
-        """int64 [L, E], the rank of each expert in these layers, all of which it must have."""
+        """Returns the rank of each expert in these layers, int64 [L, E]; the order must have all of them."""
         slots = np.argsort(np.array([self.layers[int(layer)] for layer in layers]), axis=1)
         return slots // (self.num_experts // self.ranks)
 
 
 def stock_devices(num_layers: int, num_experts: int, ranks: int) -> np.ndarray:
-    """int64 [L, E], the rank of each expert in stock Megatron."""
+    """Returns the rank of each expert in stock Megatron, int64 [L, E]."""
     return np.tile(np.arange(num_experts) * ranks // num_experts, (num_layers, 1))
 
 
@@ -98,7 +99,7 @@ def read_expert_order(path: Path) -> ExpertOrder:
 
 
 def order_of_layer(path: Path, layer: int) -> tuple[int, ...]:
-    """The expert in each slot of a layer.
+    """Returns the expert in each slot of a layer.
 
     Raises:
         ConfigurationError: the file cannot be used, or has no such layer.

@@ -29,12 +29,14 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Outline
 from megatron_moe_opt.topology.domains import stationary
 
 GROUP = 4
-"""Ranks of a group of FasterMoE's: the default of its FMOE_FASTER_GROUP_SIZE (github.com/laekov/fastmoe)."""
+"""The ranks of a group of FasterMoE's: the default of its FMOE_FASTER_GROUP_SIZE (github.com/laekov/fastmoe)."""
 TUTEL_DEGREES = (1, 2, 4, 8)
 
 
 def deepspeed(layer: LayerOnCluster) -> Prediction:
-    """Every expert-TP peer moves and computes the tokens of all of them; of TP ranks with the same tokens each does."""
+    """Predicts DeepSpeed-MoE: every expert-TP peer moves and computes the tokens of all of them; of TP ranks with
+    the same tokens each does.
+    """
     one = layer.workload
     rows = one.routed_rows(one.tokens) * one.etp
     moved, tokens = rows * one.row_bytes, one.tokens * one.etp * one.row_bytes
@@ -51,17 +53,17 @@ def deepspeed(layer: LayerOnCluster) -> Prediction:
 
 
 def fastmoe(layer: LayerOnCluster) -> Prediction:
-    """Rows of all ranks at once, and nothing beside anything else."""
+    """Predicts FastMoE: rows of all ranks at once, and nothing beside anything else."""
     return _sent_first(layer, "fastmoe", 1)
 
 
 def tutel(layer: LayerOnCluster) -> Prediction:
-    """The fastest of its degrees of pipelining."""
+    """Predicts Tutel: the fastest of its degrees of pipelining."""
     return min((_sent_first(layer, f"tutel:{degree}", degree) for degree in TUTEL_DEGREES), key=lambda one: one.seconds)
 
 
 def fastermoe(layer: LayerOnCluster, ranks: int = GROUP) -> Prediction:
-    """Group by group of ranks, nearest first. Fewer than two groups are `fastmoe`.
+    """Predicts FasterMoE: one group of ranks after another, nearest first. Fewer than two groups are `fastmoe`.
 
     Args:
         ranks: of a group.
@@ -94,7 +96,7 @@ def fastermoe(layer: LayerOnCluster, ranks: int = GROUP) -> Prediction:
 
 
 def baselines(layer: LayerOnCluster) -> tuple[Prediction, ...]:
-    """All that the cluster's measurements cover; `deepspeed` alone where TP ranks hold the same tokens."""
+    """Predicts all that the cluster's measurements cover; `deepspeed` alone where TP ranks hold the same tokens."""
     found = []
     for build in (deepspeed,) if layer.workload.tp > 1 else (deepspeed, fastmoe, fastermoe, tutel):
         with suppress(ConfigurationError):
@@ -115,7 +117,7 @@ def _sent_first(
 
 @cache
 def _all_sent_first(name: str, parts: int, way: AllToAllAndGather, compute: Kind) -> Outline:
-    """All parts to the experts, then all back, each as soon as it has been computed."""
+    """Builds a pass that sends all parts to the experts, then all back, each as soon as it has been computed."""
     pipeline = Pipeline(own_buffer("rows", part) for part in range(parts))
     for part in range(parts):
         pipeline.through(part, "rows", way.out())

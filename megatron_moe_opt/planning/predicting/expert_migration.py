@@ -1,4 +1,5 @@
-"""Which domain sizes: the least time of all that are realisable, on any number of levels (HybridEP, sections III, IV).
+"""Choosing domain sizes: the least time of all that are realisable, on any number of levels (HybridEP, sections III,
+IV).
 
 A domain size must divide its level, so that few proportions exist, p = (G - S) / (G - 1). Each choice of sizes takes
 what the schedules take that run with it, with one collective a level, one level after the other (the paper's closed
@@ -37,29 +38,29 @@ from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 
 Curves = Mapping[tuple[Kind, int, int], CostCurve]
-"""By kind of collective, level, and ranks of the group: seconds over bytes as Op.size counts them."""
+"""The curves by kind of collective, level, and ranks of the group: seconds over bytes as Op.size counts them."""
 
 KINDS = (Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
 SecondsOfCodec = Callable[[Kind, float], float]
-"""Of an op of the codec, over bytes of what is encoded, or what decoding makes: of gradients in float32."""
+"""The seconds of an op of the codec over the bytes that it encodes, or that decoding makes: of gradients in float32."""
 
 
 def role(kind: Kind, workers: Sequence[int], level: int, ranks: int) -> str:
-    """What a profile calls the groups of so many ranks at a level in which tokens, or experts, travel."""
+    """Returns what a profile calls the groups of so many ranks at a level in which tokens, or experts, travel."""
     what = "tokens" if kind is Kind.ALL_TO_ALL else "experts"
     return f"{what} of {ranks} ranks at level {level} of {'x'.join(map(str, workers))}"
 
 
 def realisable_groups(workers: Sequence[int]) -> list[tuple[int, int]]:
-    """(level, ranks) of every group of more than one rank that some choice of domain sizes makes."""
+    """Returns (level, ranks) of every group of more than one rank that some choice of domain sizes makes."""
     return [
         (level, ranks) for level, number in enumerate(workers) for ranks in range(2, number + 1) if number % ranks == 0
     ]
 
 
 def measured_curves(costs: Costs, workers: Sequence[int]) -> Curves:
-    """The curves of expert domains on these levels among those of a profile; those that were measured."""
+    """Returns the curves of expert domains on these levels among those of a profile, as far as they were measured."""
     groups = realisable_groups(workers)
     names = {(kind, *group): (kind, role(kind, workers, *group)) for kind in KINDS for group in groups}
     return {key: costs.curves[name] for key, name in names.items() if name in costs.curves}
@@ -74,7 +75,7 @@ class StreamPass:
     expert_seconds: float
     """Seconds of all experts of a GPU."""
     expert_bytes: int
-    """Of all experts of a GPU, as they travel: weights, compressed or not; backward, their gradients."""
+    """Bytes of all experts of a GPU as they travel: weights, compressed or not; backward, their gradients."""
     collective: Kind = Kind.ALL_GATHER
     """The collective in which experts travel: REDUCE_SCATTER in a backward pass."""
     gathered_again: int = 0
@@ -99,10 +100,11 @@ class MigrationLayer:
     """Number of experts that a GPU owns."""
     passes: tuple[StreamPass, ...]
     imbalance: Callable[[ExpertDomains, int], float] = _even
-    """By how much the (token, expert) pairs of the busiest region of the levels down to one exceed the mean."""
+    """The (token, expert) pairs of the busiest region of the levels down to one, over the mean."""
     coded: Mapping[Kind, float] = field(default_factory=dict)
-    """Collectives in which experts, or their gradients, travel compressed, and for each byte that does how many the
-    codec has to do with."""
+    """The collectives in which experts, or their gradients, travel compressed, and the bytes that the codec works on
+    for each byte that travels.
+    """
 
     @classmethod
     def alone(
@@ -117,7 +119,7 @@ class MigrationLayer:
         gathers_again: bool = False,
         coded: Mapping[Kind, float] = MappingProxyType({}),
     ) -> MigrationLayer:
-        """A forward and a backward pass of the layer alone.
+        """Returns a forward and a backward pass of the layer alone.
 
         Nothing is taken to hide a migration, and every pass to need one: what precedes the layer, and micro-batches
         that share one, make larger domains better than this says. Expert computation does not depend on the domains.
@@ -134,7 +136,7 @@ class MigrationLayer:
         return cls(tokens, row_bytes, topk, local_experts, passes, imbalance, coded)
 
     def exchanged(self, domains: ExpertDomains, level: int) -> float:
-        """Bytes of a GPU's rows in an all-to-all of a level, those included that stay."""
+        """Returns the bytes of a GPU's rows in an all-to-all of a level, those included that stay."""
         regions = prod(domains.domains(outer) for outer in range(level + 1))
         experts = self.local_experts * domains.world
         others = experts * (1 - self.imbalance(domains, level) / regions)
@@ -144,20 +146,22 @@ class MigrationLayer:
         return self.tokens * self.row_bytes * regions * (1 - elsewhere)
 
     def gathered(self, domains: ExpertDomains, level: int, one: StreamPass) -> int:
-        """Bytes of experts that a GPU holds after the all-gather of a level, its own included."""
+        """Returns the bytes of experts that a GPU holds after the all-gather of a level, its own included."""
         return one.expert_bytes * prod(domains.sizes[: level + 1])
 
     def travels(self, domains: ExpertDomains, level: int, one: StreamPass) -> dict[Kind, int]:
-        """Bytes that a GPU holds after each collective of experts of a pass and level, as `gathered`."""
+        """Returns the bytes that a GPU holds after each collective of experts of a pass and
+        level, as `gathered` counts.
+        """
         again = one.gathered_again * prod(domains.sizes[: level + 1])
         return ({Kind.ALL_GATHER: again} if again else {}) | {one.collective: self.gathered(domains, level, one)}
 
     def copies(self, domains: ExpertDomains, level: int) -> float:
-        """Rows of a GPU in an all-to-all of a level, those included that stay."""
+        """Returns the rows of a GPU in an all-to-all of a level, those included that stay."""
         return self.exchanged(domains, level) / self.row_bytes
 
     def sent(self, domains: ExpertDomains, level: int) -> float:
-        """Bytes that a GPU sends over its links of a level in all passes."""
+        """Returns the bytes that a GPU sends over its links of a level in all passes."""
         exchanged = self.exchanged(domains, level) * (1 - 1 / domains.domains(level))
         held = sum(sum(self.travels(domains, level, one).values()) for one in self.passes)
         migrated = held * (1 - 1 / domains.sizes[level])
@@ -173,7 +177,7 @@ class DomainChoice:
 
     @property
     def holds(self) -> int:
-        """A GPU then holds the experts of so many GPUs."""
+        """Returns the number of GPUs whose experts a GPU then holds."""
         return prod(self.domains.sizes)
 
 
@@ -193,13 +197,13 @@ def all_domains(layer: MigrationLayer, workers: tuple[int, ...]) -> tuple[Expert
 
 
 def least(choices: Sequence[DomainChoice]) -> DomainChoice:
-    """The fastest; of equal ones that which holds fewest experts, then the first. The same on every rank."""
+    """Returns the fastest; of equal ones that which holds fewest experts, then the first. The same on every rank."""
     fastest = min(one.seconds for one in choices)
     return min((one for one in choices if one.seconds <= fastest * TIE), key=lambda one: one.holds)
 
 
 def exchange_seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> float:
-    """Of one way of the tokens, to their experts or back, over all levels."""
+    """Returns the seconds of one way of the tokens, to their experts or back, over all levels."""
     return sum(
         curve_of(curves, Kind.ALL_TO_ALL, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
         for level in domains.hops
@@ -207,7 +211,7 @@ def exchange_seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curv
 
 
 def codec_seconds(layer: MigrationLayer, domains: ExpertDomains, op: Op, codec: SecondsOfCodec) -> float:
-    """Of an op that encodes or decodes what travels compressed; 0 of any other.
+    """Returns the seconds of an op that encodes or decodes what travels compressed; 0 for any other op.
 
     A sum of what travels whole is in the curve of its reduce-scatter.
     """

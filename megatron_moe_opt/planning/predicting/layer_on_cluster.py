@@ -39,8 +39,9 @@ CODEC_COPIES = {
     Kind.ENCODE_GRADIENT: 4.0,  # adds what was kept, reads that, takes away what is sent, and checks it
     Kind.DECODE_GRADIENT: 2.5,  # decodes a part, and adds it to the sum of others
 }
-"""What the codec is taken to do with each byte where no profile measured it, in copies: in a copy a byte is read and
-one written. It is bound by memory (docs/residual-codec.md); of what travels both are little."""
+"""How often the codec is taken to copy each byte where no profile measured it; a copy reads a byte and writes one. It
+is bound by memory (docs/residual-codec.md); of what travels both are little.
+"""
 _WITH_PROBS = (0, 3)  # of `training_passes`: dispatch, and the gradients on the way back through it
 
 
@@ -66,19 +67,21 @@ class LayerOnCluster:
         self.links = LinkBytes(cluster, stationary(workload.workers) if workload.workers else None)
         self.skew = Skew(workload.imbalance, workload.rank_rows, cluster)
         self.exchanged = workload.rows_of(self.skew.exchanged)
-        """Rows of an even all-to-all that takes as long as this one."""
+        """The rows of a rank in an even all-to-all that takes as long as this one."""
         self.computed = workload.rows_of(self.skew.computed())
-        """Rows of every rank whose experts would take as long."""
+        """The rows of every rank whose experts, evenly loaded, would take as long."""
         self._best_rates: dict[Lane, tuple[float, float]] = {}
         self.activation_bytes = activation_bytes(workload, workload.rows, 1, NONE)
 
     @cached_property
     def expert_costs(self) -> Costs:
-        """Of all ops, the experts' among them. Raises ConfigurationError where no expert was measured."""
+        """Returns the costs of all ops, the experts' too. Raises ConfigurationError where no expert was measured."""
         return costs_with_experts(self.workload, self.cluster)
 
     def seconds_of_experts(self, rows: int, holds: int = 1) -> tuple[float, float]:
-        """Of `rows` of this rank, spread over the experts of `holds` ranks: forward, and backward."""
+        """Returns the seconds of `rows` of this rank, spread over the experts of `holds`
+        ranks: forward, and backward.
+        """
         one = self.workload
         costs = costs_with_experts(one, self.cluster, holds) if holds > 1 else self.expert_costs
         ops = (Op(kind, Lane.COMPUTE, size=rows * one.etp * one.row_bytes) for kind in (Kind.COMPUTE, Kind.GRADIENT))
@@ -104,7 +107,9 @@ class LayerOnCluster:
         return Timeline.in_turn("rows on the rank", [(Op(Kind.PERMUTE, Lane.COMPUTE), seconds)])
 
     def seconds_of_copies(self, holds: int) -> float:
-        """Of experts that travel, in memory: into the message, their gradients into one, the sum to the parameters'."""
+        """Returns the seconds that experts which travel are copied for in memory: into the message, their gradients
+        into one, and the sum to the parameters'.
+        """
         return self.seconds_to_copy(self.bytes_of_copies(holds))
 
     def best_rates(self, lane: Lane) -> tuple[float, float]:
@@ -127,7 +132,9 @@ class LayerOnCluster:
         return self.costs.curve(Op(Kind.COPY, Lane.COMPUTE)).seconds(num_bytes) if num_bytes else 0.0
 
     def seconds_of_codec(self, kind: Kind, num_bytes: float) -> float:
-        """Of an op that encodes or decodes so many bytes of experts, or in float32 of their gradients."""
+        """Returns the seconds of an op that encodes or decodes so many bytes of experts, or of
+        their float32 gradients.
+        """
         curve = self.costs.curves.get((kind, None))
         return self.seconds_to_copy(CODEC_COPIES[kind] * num_bytes) if curve is None else curve.seconds(num_bytes)
 
@@ -149,7 +156,7 @@ class LayerOnCluster:
 
     @cached_property
     def edge(self) -> list[Op]:
-        """Where all TP ranks hold the same tokens: output and input gradient are gathered."""
+        """Returns the ops where all TP ranks hold the same tokens: output and input gradient are gathered."""
         tokens, tp = self.workload.tokens, self.workload.tp
         return [Op(Kind.ALL_GATHER, Lane.INTRA, size=tokens * self.workload.row_bytes, group=TP)] * (2 * (tp > 1))
 
@@ -175,8 +182,8 @@ class LayerOnCluster:
         return self.played(variant, timelines, whose, parts, local_rows, links)
 
     def converting(self, costs: Callable[[Op], float]) -> Callable[[Op], float]:
-        """Rows that travel narrower are converted where they are copied and summed: taken to cost what it costs to copy
-        them as experts have them.
+        """Returns the costs where rows travel narrower: they are converted where they are copied and summed, which is
+        taken to cost what it costs to copy them as experts have them.
         """
         one = self.workload
         wider = 2 * one.row_bytes / (one.outbound_bytes + one.homebound_bytes)

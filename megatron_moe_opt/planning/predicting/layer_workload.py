@@ -13,7 +13,7 @@ from megatron_moe_opt.schedules.schedule import Kind
 
 
 def resident_part(layers: float, limit: int | None) -> float:
-    """LayerWorkload.resident_part of a rank that has so many MoE layers.
+    """Returns the LayerWorkload.resident_part of a rank that has so many MoE layers.
 
     Args:
         limit: layers whose gathered experts stay; None: all.
@@ -26,20 +26,20 @@ class LayerWorkload:
     """A MoE layer on one rank: what it has to move and compute, and the sizes of its groups."""
 
     tokens: int
-    """That a rank enters the layer with: with sequence parallelism its part of them. 0 where they are not known yet."""
+    """Tokens that a rank enters the layer with: with sequence parallelism its part of them. 0: not known yet."""
     hidden: int
     """Hidden size of a token as it travels."""
     ffn: int
     """Middle size of this rank's shard of an expert."""
     gated: bool
-    """The first matrix of an expert is twice as wide."""
+    """Whether the first matrix of an expert is twice as wide, for a gate."""
     experts: int
     """Number of the layer's experts, on all ranks."""
     topk: int
     element_bytes: int
     """Bytes of an element of tokens and weights."""
     lane_bytes: int
-    """Behind a row of dispatch, for its probability."""
+    """Bytes behind a row of dispatch, for its probability."""
     ep: int
     etp: int = 1
     tp: int = 1
@@ -47,13 +47,13 @@ class LayerWorkload:
     routes_all: bool = True
     """Whether each of these ranks may route all of its tokens, as under Parm's S2, and the model stays the same."""
     capacity_factor: float | None = None
-    """Every expert gets its capacity of rows. None: dropless."""
+    """The capacity factor, with which every expert gets its capacity of rows. None: dropless."""
     imbalance: float = 1.0
     """Rows that the busiest rank computes, over the mean."""
     rank_rows: tuple[float, ...] = ()
     """Rows that each rank of the world computes, in any unit, to tell what shared links carry. Empty: not known."""
     workers: tuple[int, ...] = ()
-    """Of each network level of the EP group, the slowest first. Empty: not known, no expert migrates."""
+    """Workers of each network level of the EP group, the slowest first. Empty: not known, no expert migrates."""
     placement_saving: float | None = None
     """The part of its bytes between nodes that placing samples saves (a replayed routing trace). None: not known."""
     fused: bool = False
@@ -65,7 +65,7 @@ class LayerWorkload:
     wire: Wire = SAME
     """The formats in which rows travel (--moe-opt-wire)."""
     resident_part: float = 1.0
-    """Of a rank's MoE layers, those whose experts of other ranks stay in memory; 1: none is brought there again."""
+    """The part of a rank's MoE layers whose experts of other ranks stay in memory; 1: none is brought there again."""
 
     @property
     def row_bytes(self) -> int:
@@ -74,7 +74,7 @@ class LayerWorkload:
 
     @property
     def outbound_bytes(self) -> int:
-        """Of a row on its way to the experts, without what is behind it."""
+        """Returns the bytes of a row on its way to the experts, without what is behind it."""
         return self._on_the_wire(self.wire.dispatch)
 
     @property
@@ -101,18 +101,18 @@ class LayerWorkload:
         return self.experts // self.ep
 
     def routed_rows(self, tokens: int) -> int:
-        """(token, expert) pairs that so many tokens make: E T (Parm, section IV-B)."""
+        """Returns the (token, expert) pairs that so many tokens make: E T (Parm, section IV-B)."""
         if self.capacity_factor is None:
             return tokens * self.topk
         return self.experts * ceil(tokens * self.topk / self.experts * self.capacity_factor)
 
     @cached_property
     def rows(self) -> int:
-        """(token, expert) pairs that the busiest rank computes."""
+        """Returns the (token, expert) pairs that the busiest rank computes."""
         return self.rows_of(self.imbalance)
 
     def rows_of(self, imbalance: float) -> int:
-        """(token, expert) pairs of a rank that has so many times the mean."""
+        """Returns the (token, expert) pairs of a rank that has so many times the mean."""
         return ceil(self.routed_rows(-(-self.tokens // self.tp)) * imbalance)
 
     @property
@@ -121,8 +121,8 @@ class LayerWorkload:
         return self.local_experts * self.hidden * self.ffn * (3 if self.gated else 2) * self.element_bytes
 
     def held_bytes_of_others(self, crosses_nodes: bool) -> float:
-        """On the device, of the experts of another rank and the float32 sums of their gradients over a step's
-        micro-batches, in each layer in the mean.
+        """Returns the bytes on the device of another rank's experts and of the float32 sums of their gradients over a
+        step's micro-batches, in the mean of all layers.
 
         Args:
             crosses_nodes: experts travel between nodes; where not all layers' stay, sums then wait on the host.
@@ -132,7 +132,9 @@ class LayerWorkload:
         return self.resident_part * (self.expert_bytes + sums)
 
     def migration(self, skew: Skew) -> MigrationLayer:
-        """As the stream model takes it. A row has its probabilities and the numbers of its experts behind it."""
+        """Returns the layer for the stream model. A row has its probabilities and the numbers
+        of its experts behind it.
+        """
         on_the_wire = (self.outbound_bytes + self.homebound_bytes) // 2  # as many rows go each way
         row, whole = on_the_wire + self.topk * self.lane_bytes // 2, self.expert_bytes
         in_float32 = 4 / self.element_bytes  # what is kept of gradients, and their sums

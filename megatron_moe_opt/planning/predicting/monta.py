@@ -16,7 +16,7 @@ PASSES = ("forward dispatch", "forward combine", "backward of combine", "backwar
 
 @dataclass(frozen=True)
 class Pass:
-    """Rows once to their experts ("dispatch") or back ("combine")."""
+    """A move of rows, once to their experts ("dispatch") or back ("combine")."""
 
     direction: str
     exchanged: int
@@ -33,7 +33,7 @@ _BUILDERS = {"dispatch": monta.dispatch, "combine": monta.combine}
 def training_passes(
     rows: int, row_bytes: int, packed_row_bytes: int, homebound_bytes: int | None = None
 ) -> tuple[Pass, ...]:
-    """Dispatch and combine, forward and backward, of one layer and micro-batch, in the order of PASSES.
+    """Returns dispatch and combine, forward and backward, of one layer and micro-batch, in the order of PASSES.
 
     Args:
         rows: (token, expert) pairs that this rank exchanges.

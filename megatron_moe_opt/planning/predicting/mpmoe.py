@@ -64,9 +64,9 @@ class PartitionedLayer:
     row: RowBytes
     stages: Stages
     own: int | None
-    """Rows of this rank, where they are not what it computes."""
+    """The rows of this rank, where they are not as many as it computes."""
     holds: int = 1
-    """Number of ranks whose experts it computes."""
+    """The number of ranks whose experts this rank computes."""
 
     def activation_bytes(self, layer: LayerOnCluster, strategy: str) -> int:
         """Returns what the layer holds for its backward pass, with the experts of others that have travelled here."""
@@ -160,8 +160,8 @@ def costs_of(layer: LayerOnCluster, way: str, domains: ExpertDomains | None = No
 
 
 class HopSeconds:
-    """What ops cost where tokens hop: all-to-alls, and experts that travel, by their level; copies and sums of rows as
-    copies. What is done with travelling experts on a rank is counted elsewhere.
+    """The costs of ops where tokens hop: all-to-alls, and experts that travel, by their level; copies and sums of rows
+    as copies. What is done with travelling experts on a rank is counted elsewhere.
     """
 
     def __init__(self, layer: LayerOnCluster, costs: Costs, domains: ExpertDomains | None = None) -> None:
@@ -184,7 +184,7 @@ class HopSeconds:
 
 
 def no_hops(layer: LayerOnCluster) -> str | None:
-    """Why tokens of a layer cannot hop, or nobody knows what that takes."""
+    """Returns why tokens of a layer cannot hop, or nobody knows what that takes; None: they can."""
     one = layer.workload
     if not one.workers:
         return "the network levels of the expert-parallel group are not known"
@@ -197,7 +197,9 @@ def no_hops(layer: LayerOnCluster) -> str | None:
 
 
 def no_joint(layer: LayerOnCluster) -> str | None:
-    """Why rows of a layer cannot go to all shards of an expert at once, or nobody knows what that takes."""
+    """Returns why rows cannot go to all shards of an expert at once, or nobody knows what
+    that takes; None: they can.
+    """
     if layer.workload.etp == 1:
         return f"experts are whole: its all-to-all is that of mpmoe by {ROWS}"
     if (Kind.ALL_TO_ALL, parm.JOINT) not in layer.costs.curves:

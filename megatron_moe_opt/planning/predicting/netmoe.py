@@ -37,7 +37,7 @@ class Volume:
 
 
 def tokens_by_device(num: np.ndarray, expert_device: np.ndarray, num_devices: int) -> np.ndarray:
-    """What each sample exchanges with each device; all that a placement is decided by.
+    """Returns what each sample exchanges with each device; all that a placement is decided by.
 
     Args:
         num: integers [I, E], tokens of sample i for expert e (eq. 2).
@@ -52,7 +52,7 @@ def tokens_by_device(num: np.ndarray, expert_device: np.ndarray, num_devices: in
 
 
 def placement_volume(on_device: np.ndarray, sample_device: np.ndarray, device_node: np.ndarray) -> Volume:
-    """What the samples exchange with the experts where they are placed (eqs. 3 and 4).
+    """Returns what the samples exchange with the experts where they are placed (eqs. 3 and 4).
 
     Args:
         on_device: int64 [I, J], see tokens_by_device.
@@ -67,7 +67,7 @@ def placement_volume(on_device: np.ndarray, sample_device: np.ndarray, device_no
 
 
 def moved_shares(before: np.ndarray, after: np.ndarray, device_node: np.ndarray) -> tuple[float, float]:
-    """Shares of the samples that change their node, and their device (Table 5).
+    """Returns the shares of the samples that change their node, and their device (Table 5).
 
     Args:
         before, after: integers [I], the device of each sample.
@@ -79,7 +79,7 @@ def moved_shares(before: np.ndarray, after: np.ndarray, device_node: np.ndarray)
 
 
 def settle(device: np.ndarray, position_device: np.ndarray) -> np.ndarray:
-    """Positions for samples that are to be on these devices; who is on the right one stays where it is.
+    """Returns positions for samples that are to be on these devices; who is on the right one stays where it is.
 
     Args:
         device: integers [I], the device of the sample that is now at each position.
@@ -97,7 +97,7 @@ def settle(device: np.ndarray, position_device: np.ndarray) -> np.ndarray:
 
 
 def known_of_samples(num: np.ndarray, before: np.ndarray | None) -> np.ndarray:
-    """What the next layer is predicted from: the samples' counts in this layer, and in the one before it.
+    """Returns what the next layer is predicted from: the samples' counts in this layer, and in the one before it.
 
     What a sample did earlier tells what sort of text it is where this layer's counts alone leave it open: much where
     counts are small (many experts, short samples), little else.
@@ -113,7 +113,8 @@ def known_of_samples(num: np.ndarray, before: np.ndarray | None) -> np.ndarray:
 
 
 class NextLayerPrediction:
-    """What a sample's tokens in one MoE layer tell about the next layer, learnt from samples as training goes on.
+    """Predicts from a sample's tokens in one MoE layer what they do in the next, learning from samples as training goes
+    on.
 
     The paper takes transition frequencies, shares of the tokens at expert e that go to e' next. Counts by sample know
     them only mixed: what most samples do alike prevails, and what sets a sample apart, which is what its placement is
@@ -162,7 +163,7 @@ class NextLayerPrediction:
             self._fit, self._fitted = _Fit.of(self._known, self._then), self._passes
 
     def predict(self, num: np.ndarray) -> np.ndarray:
-        """What the samples will do in the next layer.
+        """Predicts what the samples will do in the next layer.
 
         Args:
             num: integers [I, inputs].
@@ -182,21 +183,21 @@ class _Fit:
     """A fit of W samples, and what predictions take from it."""
 
     center: np.ndarray
-    """[inputs], x0 to whole numbers."""
+    """The mean of the inputs, x0 to whole numbers, [inputs]."""
     roots: np.ndarray
-    """[W, inputs], see _roots."""
+    """The roots of the samples' counts, [W, inputs], see _roots."""
     spread: float
-    """d, in the square of their units."""
+    """The mean square distance d, in the square of the roots' units."""
     mean: np.ndarray
-    """[outputs], y0 to whole numbers."""
+    """The mean of the outputs, y0 to whole numbers, [outputs]."""
     slopes: np.ndarray
-    """[inputs, outputs], the linear term in units of 2^-WEIGHT_BITS, whole numbers."""
+    """The linear term, [inputs, outputs], whole numbers in units of 2^-WEIGHT_BITS."""
     shares: np.ndarray
-    """[W, outputs], LOCAL times a in units of 2^-SHARE_BITS, whole numbers."""
+    """The samples' shares, [W, outputs]: LOCAL times a, whole numbers in units of 2^-SHARE_BITS."""
 
     @classmethod
     def of(cls, known: np.ndarray, then: np.ndarray) -> _Fit:
-        """known: [W, inputs], then: [W, outputs], whole numbers."""
+        """Fits W samples of whole numbers; known: [W, inputs], then: [W, outputs]."""
         size = len(known)
         center, mean, roots = np.rint(known.mean(axis=0)), np.rint(then.mean(axis=0)), _roots(known)
         centered, distance = known - center, _distance(roots, roots)
@@ -211,7 +212,7 @@ class _Fit:
         return cls(center, roots, spread, mean, slopes, LOCAL * shares)
 
     def predict(self, num: np.ndarray) -> np.ndarray:
-        """num: [I, inputs] whole numbers -> [I, outputs]."""
+        """Predicts [I, outputs] for samples num, whole numbers [I, inputs]."""
         near = _resemblance(_distance(_roots(num), self.roots), self.spread)
         near *= 2**NEAR_BITS
         np.rint(near, out=near)
@@ -220,12 +221,12 @@ class _Fit:
 
 
 def _roots(counts: np.ndarray) -> np.ndarray:
-    """Square roots in units of 1 / ROOT_SCALE, whole numbers."""
+    """Returns square roots in units of 1 / ROOT_SCALE, whole numbers."""
     return np.rint(np.sqrt(counts) * ROOT_SCALE)
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """[A, inputs], [B, inputs] -> [A, B], squares of the distances."""
+    """Returns the squares [A, B] of the distances between a, [A, inputs], and b, [B, inputs]."""
     distance = a @ (-2.0 * b.T)
     distance += (a * a).sum(axis=1)[:, None]
     distance += (b * b).sum(axis=1)
@@ -233,7 +234,9 @@ def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _resemblance(distance: np.ndarray, spread: float) -> np.ndarray:
-    """[A, B], overwritten -> [A, B], 1 where there is no distance: nearly a Gaussian, without a library's exp."""
+    """Returns how much samples at these square distances [A, B] resemble each other, 1 where there is no distance:
+    nearly a Gaussian, without a library's exp. Overwrites `distance`.
+    """
     distance /= 4.0 * spread
     distance += 1.0
     np.divide(1.0, distance, out=distance)
@@ -243,7 +246,7 @@ def _resemblance(distance: np.ndarray, spread: float) -> np.ndarray:
 
 
 def _solve(system: np.ndarray) -> np.ndarray:
-    """[W, W + outputs], a positive definite matrix and right sides, overwritten -> [W, outputs]."""
+    """Solves a positive definite system, the matrix and right sides [W, W + outputs], overwritten: [W, outputs]."""
     size = len(system)
     products = np.empty_like(system)  # fresh memory for each would cost more than the arithmetic
     for k in range(size):

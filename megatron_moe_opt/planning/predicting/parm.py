@@ -34,11 +34,11 @@ class ParmFits:
     """The lines that Algorithm 1 goes by."""
 
     all_to_all: AlphaBeta
-    """A2A_EP&ESP: over bytes of this rank's own rows, times expert-TP."""
+    """The line of A2A_EP&ESP over the bytes of this rank's own rows, times expert-TP."""
     all_gather: AlphaBeta
-    """AG_MP: over bytes of all gathered rows."""
+    """The line of AG_MP over the bytes of all gathered rows."""
     saa: AlphaBeta
-    """Over the bytes that `all_to_all` would carry."""
+    """The line of combine_and_gather (SAA), over the bytes that `all_to_all` would carry."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> ParmFits:
@@ -52,14 +52,14 @@ class ParmFits:
         return cls(all_to_all, all_gather, AlphaBeta.fit(_saa(cluster)))
 
     def seconds(self, layer: LayerWorkload, tokens: int) -> tuple[float, float]:
-        """t_D1 and t_D2 of a forward pass."""
+        """Returns t_D1 and t_D2, the seconds of a forward pass under S1 and under S2."""
         own = layer.routed_rows(tokens) * layer.row_bytes * layer.etp / layer.tp  # y / N_MP
         exchange = self.all_to_all.seconds(own)
         return 2 * exchange + self.all_gather.seconds(tokens * layer.row_bytes), exchange + self.saa.seconds(own)
 
 
 def algorithm_1(layer: LayerWorkload, tokens: int, fits: ParmFits) -> str:
-    """S1 or S2, by the closed forms alone (Parm, Algorithm 1)."""
+    """Returns "S1" or "S2", chosen by the closed forms alone (Parm, Algorithm 1)."""
     t_d1, t_d2 = fits.seconds(layer, tokens)
     return "S1" if t_d1 <= t_d2 else "S2"
 

@@ -13,11 +13,11 @@ from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, RowBytes
 from megatron_moe_opt.topology.domains import ExpertDomains, stationary
 
 FACT_BYTES = 4
-"""Of a token's probability for an expert, or of the expert's number."""
+"""The bytes of a token's probability for an expert, or of the expert's number."""
 
 
 def row_bytes(layer: LayerWorkload) -> RowBytes:
-    """What a row of the layer takes on its way and in its experts, Megatron's own PyTorch ones."""
+    """Returns the bytes of a row of the layer on its way and in its experts, Megatron's own PyTorch ones."""
     each, first = layer.element_bytes * layer.ffn, first_product_width(layer.gated)
     activations = each * (expert_middle_width(layer.gated, layer.fused) - first)
     out, back = layer.outbound_bytes, layer.homebound_bytes
@@ -26,13 +26,14 @@ def row_bytes(layer: LayerWorkload) -> RowBytes:
 
 
 def partitions(layer: LayerWorkload, rows: int, count: int) -> list[PartitionRows]:
-    """Equal parts of a rank's rows, where every rank has as many."""
+    """Returns equal parts of a rank's rows, where every rank has as many."""
     own = -(-rows // count)
     return [PartitionRows(own, own * layer.etp)] * count
 
 
 def hop_row_bytes(layer: LayerWorkload, notes: bool = False) -> RowBytes:
-    """As `row_bytes`, of tokens with the facts of all of their experts behind them (runtime/rows/row_facts.py).
+    """Returns what `row_bytes` returns, but for tokens with the facts of all of their experts behind them
+    (runtime/rows/row_facts.py).
 
     Args:
         notes: whether facts have one of 8 bytes.
@@ -46,7 +47,7 @@ def hop_row_bytes(layer: LayerWorkload, notes: bool = False) -> RowBytes:
 def hop_partitions(
     layer: LayerWorkload, skew: Skew, rows: int, count: int, domains: ExpertDomains | None = None
 ) -> list[HopRows]:
-    """Equal parts of a rank's tokens, and of the `rows` that the experts held here compute.
+    """Returns equal parts of a rank's tokens, and of the `rows` that the experts held here compute.
 
     Args:
         domains: in which experts travel; None: none does.
@@ -59,7 +60,8 @@ def hop_partitions(
 
 
 def activation_bytes(layer: LayerWorkload, rows: int, count: int, strategy: str, own_rows: int | None = None) -> int:
-    """What forward and backward hold of T_I, T_DI, T_M, T_DO and T_O (eq. 2; less eq. 5 where memory is reused).
+    """Returns the bytes that forward and backward hold of T_I, T_DI, T_M, T_DO and T_O (eq. 2; less eq. 5 where memory
+    is reused).
 
     An offloaded T_M has a second buffer, for what is offloaded of it: what is computed again is there once.
 

@@ -26,14 +26,14 @@ class Prediction:
     intra_bytes: float
     """Bytes that a rank sends inside its node."""
     activation_bytes: int
-    """What forward and backward hold of rows and of what experts save (MPMoE, eq. 2); and of others' experts."""
+    """Bytes that forward and backward hold of rows and of what experts save (MPMoE, eq. 2), and of others' experts."""
     terms: dict[str, float] = field(default_factory=dict)
     """The seconds of each term, of which `seconds` is the sum."""
     parts: int = field(default=1, compare=False)
     """Chunks or partitions that its rows are cut into."""
     timelines: tuple[Timeline, ...] = field(default=(), compare=False, repr=False)
-    """The same op by op, in the order in which the layer does it: schedules as they were played, and what a model adds
-    to them. Empty where it was read from a file, or is a mean.
+    """The predicted times op by op, in the order in which the layer does it: schedules as they were played, and what a
+    model adds to them. Empty where the prediction was read from a file, or is a mean.
     """
 
     @property
@@ -44,7 +44,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A candidate that is not one here, and why."""
+    """A candidate that cannot run or be predicted here, and why."""
 
     variant: str
     reason: str

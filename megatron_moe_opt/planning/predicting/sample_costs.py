@@ -22,13 +22,13 @@ class SampleCosts(Protocol):
     """The costs of placing samples, for one way that rows travel."""
 
     device_node: np.ndarray
-    """[J] the node of each device, to the solver."""
+    """The node of each device, [J], as the solver takes it."""
 
     def by_expert(self, counts: np.ndarray) -> np.ndarray:
-        """int64 [..., C] -> [..., E], rows for each expert."""
+        """Returns the rows for each expert, [..., E], of counts int64 [..., C]."""
 
     def on_device(self, counts: np.ndarray, beside: int = 0) -> np.ndarray:
-        """What stays off the links for each sample on each device, more between nodes before less inside them.
+        """Returns what stays off the links for each sample on each device, more between nodes before less inside them.
 
         Args:
             counts: int64 [R, B, C] of each part of a sample.
@@ -39,7 +39,7 @@ class SampleCosts(Protocol):
         """
 
     def volumes(self, counts: np.ndarray, here: np.ndarray, there: np.ndarray, beside: int) -> tuple[Volume, Volume]:
-        """Rows of a pass that are sent in dispatch, and in combine.
+        """Returns the rows of a pass that are sent in dispatch, and in combine.
 
         Args:
             counts: int64 [R * B, C].
@@ -48,7 +48,7 @@ class SampleCosts(Protocol):
 
 
 class RowCosts:
-    """A row for every expert of a token: columns are experts."""
+    """The costs where a token has a row for every expert: columns are experts."""
 
     def __init__(self, holders: SampleHolders, num_experts: int) -> None:
         self._holders, self.device_node = holders, holders.device_node
@@ -68,7 +68,7 @@ class RowCosts:
         return on_device
 
     def volumes(self, counts: np.ndarray, here: np.ndarray, there: np.ndarray, beside: int) -> tuple[Volume, Volume]:
-        """See SampleCosts. What expert-TP adds inside nodes is left out."""
+        """Returns what SampleCosts.volumes says."""
         nodes = self._holders.rank_node
         across = int((nodes[here] != nodes[there]).sum())
         combined = self.of_ranks(counts, there)
@@ -76,7 +76,7 @@ class RowCosts:
         return self.of_ranks(counts, here), Volume(inter, combined.intra + intra, combined.local)
 
     def of_ranks(self, counts: np.ndarray, rank: np.ndarray) -> Volume:
-        """Of one all-to-all over EP, with part i of the samples on rank[i]."""
+        """Returns the rows of one all-to-all over EP by link, with part i of the samples on rank[i]."""
         holders = self._holders
         ep_size = len(holders.ep_device)
         on_ep = counts.reshape(len(counts), ep_size, -1).sum(2)
@@ -84,9 +84,9 @@ class RowCosts:
 
 
 class HopCosts:
-    """A token once over every link: columns are a token's copies in the regions of each level, and its rows for each
-    expert, as DomainTables counts them, chunk by chunk. No expert travels. What expert-TP adds inside nodes is left
-    out.
+    """The costs where a token goes once over every link: columns are a token's copies in the regions of each level, and
+    its rows for each expert, as DomainTables counts them, chunk by chunk. No expert travels. What expert-TP adds inside
+    nodes is left out.
 
     Inside, W ranks of an expert-parallel group are what regions consist of.
     """
@@ -164,7 +164,7 @@ class HopCosts:
         return self._chunks(counts).sum(-2)[..., : -self._experts]
 
     def _with_beside(self, copies: np.ndarray, rank: np.ndarray, beside: int) -> np.ndarray:
-        """Each token has a copy on its own rank, too."""
+        """Returns the copies with what goes beside: each token has a copy on its own rank, too."""
         copies = copies.copy()
         for own in self._own:
             places = np.broadcast_to(own[rank // self._holders.etp_size][..., None], (*copies.shape[:-1], 1))

@@ -56,7 +56,7 @@ class Order:
 
 
 def play(order: Order, seconds: Sequence[float], slowdown: Slowdown | None = None) -> list[tuple[float, float]]:
-    """Start and end of each op, given how long each takes alone. See `simulate`."""
+    """Returns start and end of each op, given how long each takes alone. See `simulate`."""
     return _play_disturbed(order, seconds, slowdown) if slowdown else _play_undisturbed(order, seconds)
 
 
@@ -74,7 +74,9 @@ def _play_undisturbed(order: Order, seconds: Sequence[float]) -> list[tuple[floa
 
 
 def _play_disturbed(order: Order, seconds: Sequence[float], slowdown: Slowdown) -> list[tuple[float, float]]:
-    """From event to event; between two events every running op progresses at a constant rate."""
+    """Plays a schedule whose lanes disturb each other: between two events every running op
+    progresses at a constant rate.
+    """
     for (lane, *beside), factor in slowdown.items():
         if not 0 < factor <= 1:
             others = " and ".join(other.value for other in beside)
@@ -117,7 +119,7 @@ def _rates(running: Sequence[Lane], slowdown: Slowdown) -> list[float]:
 
 
 def lane_rate(lane: Lane, beside: Sequence[Lane], slowdown: Slowdown) -> float:
-    """The rate of an op in `lane` while all lanes of `beside` are busy.
+    """Returns the rate of an op in `lane` while all lanes of `beside` are busy.
 
     What was measured beside the most of these lanes at once counts, times the factors of the others one by one; of
     what was not measured the factor is 1. Two lanes that would take longer side by side than one after the other are

@@ -19,7 +19,7 @@ from megatron_moe_opt.topology.domains import ExpertDomains
 
 
 def link_sharing(cluster: Cluster) -> float:
-    """How much faster a rank sends to another node while the others of its node do not; 1 where it was not measured."""
+    """Returns how much faster a rank sends to another node while the others of its node do not; 1: not measured."""
     curves = [cluster.curves.get((Kind.SEND_RECEIVE, name)) for name in (EVERY_RANK, ONE_RANK)]
     if None in curves:
         return 1.0
@@ -29,7 +29,7 @@ def link_sharing(cluster: Cluster) -> float:
 
 
 def most_uneven_layer(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The rows of each rank in the layer whose busiest rank has the largest part of them.
+    """Returns the rows of each rank in the layer whose busiest rank has the largest part of them.
 
     Args:
         rows: of each rank's layers, in the layers' order.
@@ -77,7 +77,7 @@ class Skew:
 
     @cached_property
     def exchanged(self) -> float:
-        """Of an all-to-all over the expert-parallel group: even messages that would take as long, over the mean."""
+        """Returns how large even messages, over the mean, would make an all-to-all over the EP group take as long."""
         world = self._cluster.world
         groups = self._groups
         if not self._rows or all(len({world.nodes[rank] for rank in group}) == 1 for group in groups):
@@ -85,7 +85,7 @@ class Skew:
         return self._of_nodes(self._imbalance, self._rows, link_sharing(self._cluster))
 
     def computed(self, domains: ExpertDomains | None = None) -> float:
-        """Of the experts: rows of every rank that would take as long, over the mean.
+        """Returns how many rows of every rank, over the mean, would make the experts take as long.
 
         Args:
             domains: whose ranks share their rows; None: experts stay where they are.
@@ -96,8 +96,8 @@ class Skew:
 
     @cached_property
     def both_ways(self) -> float:
-        """As `exchanged`, where a link carries what leaves, then what arrives (Gloo's all_to_all_single): a rank that
-        gets more, of as many rows from everybody, sends the others less.
+        """Returns what `exchanged` returns, but where a link carries what leaves, then what arrives (Gloo's
+        all_to_all_single): a rank that gets more, of as many rows from everybody, sends the others less.
         """
         world = self._cluster.world
         nodes = len({world.nodes[rank] for rank in self._groups[0]})
@@ -105,13 +105,16 @@ class Skew:
         return (ends + self.exchanged * (ends - 2)) / (2 * (ends - 1)) if ends > 1 else 1.0
 
     def of_regions(self, domains: ExpertDomains, level: int) -> float:
-        """Of the regions into which the domains of the levels down to `level` cut an expert-parallel group."""
+        """Returns the rows of the busiest region over the mean, of the regions into which the domains of the levels
+        down to `level` cut an expert-parallel group.
+        """
         if not self._rows:
             return self._imbalance if any(domains.domains(outer) > 1 for outer in range(level + 1)) else 1.0
         return max(self._shared(domains, level))
 
     def _of_nodes(self, busiest: float, rows: Sequence[float], sharing: float) -> float:
-        """What the busiest rank, or the busiest node, makes of something that a rank alone does `sharing` times faster.
+        """Returns what the busiest rank, or the busiest node, makes of something that a rank alone does `sharing` times
+        faster.
 
         Args:
             rows: of each rank of the world, over the mean.
@@ -123,7 +126,7 @@ class Skew:
         return min(busiest, max(busiest_node, busiest / sharing))
 
     def _shared(self, domains: ExpertDomains, level: int) -> list[float]:
-        """Rows of each rank of the world where the ranks of a region share theirs; empty where they are not known."""
+        """Returns the rows of each rank of the world, where a region's ranks share theirs; empty where not known."""
         shared = list(self._rows)
         for group in self._groups if shared else ():
             regions: dict[tuple[int, ...], list[int]] = {}
@@ -137,7 +140,8 @@ class Skew:
         return shared
 
     def hidden(self, domains: ExpertDomains, exchange: float, experts: float) -> float:
-        """Seconds of a pass' experts in which tokens travel: those of other ranks of the node, which share its link.
+        """Returns the seconds of a pass's experts in which tokens travel: those of other ranks of the node, which share
+        its link.
 
         Where tokens travel between nodes only, the ranks of a node do so in groups of their own that nothing keeps in
         step. Links are shared one after the other, so that r ranks take turns: one computes while the next one's tokens

@@ -156,10 +156,10 @@ def like_table5(
 def _preferences(
     rng: np.random.Generator, layers: int, experts: int, nodes: int, node_taste: float, taste: float
 ) -> np.ndarray:
-    """[L, C, E], rows that add up to 1, columns that are equal sums."""
+    """Returns the preferences [L, C, E] of topics for experts; rows add up to 1, and columns to equal sums."""
 
     def new() -> np.ndarray:
-        """Normal variables [C, N, 1 + E / N]: of each node, then of each of its experts."""
+        """Draws normal variables [C, N, 1 + E / N]: one for each node, then one for each of its experts."""
         return rng.standard_normal((TOPICS, nodes, 1 + experts // nodes))
 
     normal, preferences = new(), []
@@ -177,7 +177,7 @@ def _shares(logarithms: np.ndarray) -> np.ndarray:
 
 
 def _balanced(preferences: np.ndarray) -> np.ndarray:
-    """Rows and columns scaled in turn (Sinkhorn)."""
+    """Scales rows and columns in turn until their sums are equal (Sinkhorn)."""
     balanced = preferences + 1e-6
     for _ in range(200):
         balanced = balanced * (len(balanced) / balanced.shape[1] / balanced.sum(axis=0))

@@ -31,7 +31,9 @@ from megatron_moe_opt.planning.predicting.netmoe import (
 PLANS = ("stock", "predicted", "oracle")
 
 Place = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""(tokens for each device [I, J], 0 to J - 1, device_node [J]) -> device of each sample [I]; kernels.place_samples."""
+"""A function of (tokens for each device [I, J], 0 to J - 1, device_node [J]) that returns the device of each sample
+[I]; kernels.place_samples.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,19 +41,20 @@ class Replay:
     """The tokens that were sent under each plan of placement."""
 
     volumes: dict[str, np.ndarray]
-    """int64 [P, L - 1, 3], tokens between nodes, between devices of a node, inside a device; both all-to-alls of a
-    pair."""
+    """Tokens of both all-to-alls of a pair, int64 [P, L - 1, 3]: between nodes, between a node's
+    devices, inside a device.
+    """
     moved: dict[str, np.ndarray]
-    """float64 [P, L - 1, 2], shares of the samples that change their node, and their device."""
+    """The shares of the samples that change their node, and their device, float64 [P, L - 1, 2]."""
     outside: np.ndarray
-    """float64 [P, L - 1], the mean share of a sample's tokens that are not for the node it has most tokens for."""
+    """The mean share of a sample's tokens that are not for the node it has most tokens for, float64 [P, L - 1]."""
     ends: np.ndarray
-    """int64 [P, 3], as `volumes`: the first layer's dispatch and the last one's combine."""
+    """The tokens, counted as in `volumes`, of the first layer's dispatch and the last one's combine, int64 [P, 3]."""
     heaviest: np.ndarray
-    """float64 [P, L], tokens of the device with most of them over the mean of all."""
+    """The tokens of the device with most of them over the mean of all, float64 [P, L]."""
 
     def of_passes(self, begin: int, end: int) -> Replay:
-        """Of the passes [begin, end) alone, with what was learnt from those before."""
+        """Returns the replay of the passes [begin, end) alone, with what was learnt from those before."""
         part = slice(begin, end)
         volumes, moved = ({plan: of[part] for plan, of in whole.items()} for whole in (self.volumes, self.moved))
         return Replay(volumes, moved, self.outside[part], self.ends[part], self.heaviest[part])
@@ -62,7 +65,7 @@ class Replay:
         return 1 - ours / stock if stock else 0.0
 
     def whole_reduction(self, plan: str) -> float:
-        """The same of all all-to-alls of the model, first dispatch and last combine included."""
+        """Returns the reduction over all all-to-alls of the model, first dispatch and last combine included."""
         ends = int(self.ends[:, 0].sum())
         stock, ours = (self._inter(name, None) + ends for name in ("stock", plan))
         return 1 - ours / stock if stock else 0.0
@@ -73,7 +76,7 @@ class Replay:
         return self.reduction("predicted", pair) / oracle if oracle else 1.0
 
     def volume(self, plan: str, pair: int | None = None) -> Volume:
-        """Tokens of a pass, on average and rounded: of one pair of layers, or of all together."""
+        """Returns the tokens of a pass, on average and rounded: of one pair of layers, or of all together."""
         tokens = self.volumes[plan] if pair is None else self.volumes[plan][:, pair : pair + 1]
         return Volume(*(round(one) for one in tokens.sum(axis=1).mean(axis=0).tolist()))
 
@@ -145,7 +148,7 @@ def decided_share(counts: np.ndarray, expert_device: np.ndarray, device_node: np
 
 
 def _before(counts: np.ndarray, layer: int) -> np.ndarray | None:
-    """counts: [L, I, E] of a pass -> those of the layer before this one."""
+    """Returns the counts of the layer before this one, of a pass [L, I, E]; None in the first layer."""
     return counts[layer - 1] if layer else None
 
 

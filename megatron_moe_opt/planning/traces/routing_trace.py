@@ -37,14 +37,14 @@ class RoutingTrace:
     """
 
     experts: np.ndarray
-    """uint16 [P, L, I, T, K], K different experts of each token, in no order."""
+    """The K different experts of each token, in no order, uint16 [P, L, I, T, K]."""
     num_experts: int
     layers: np.ndarray
-    """int64 [L], Megatron's numbers (from 1 on) of the MoE layers, ascending."""
+    """Megatron's numbers (from 1 on) of the MoE layers, ascending, int64 [L]."""
     iterations: np.ndarray
-    """int64 [P], the training iteration of each pass."""
+    """The training iteration of each pass, int64 [P]."""
     kinds: np.ndarray
-    """int16 [P, I], what kind of text a sample is, as an index into `kind_names`; -1 where it is not known."""
+    """What kind of text a sample is, as an index into `kind_names`, int16 [P, I]; -1 where it is not known."""
     kind_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class RoutingTrace:
         return self.experts.shape[2]
 
     def counts(self) -> np.ndarray:
-        """int64 [P, L, I, E], tokens of each sample for each expert (NetMoE, eq. 2)."""
+        """Returns the tokens of each sample for each expert, int64 [P, L, I, E] (NetMoE, eq. 2)."""
         passes, layers, samples, _, _ = self.experts.shape
         rows = self.experts.reshape(passes * layers * samples, -1)
         counted = [np.bincount(row, minlength=self.num_experts) for row in rows]

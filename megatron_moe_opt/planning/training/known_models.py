@@ -12,7 +12,7 @@ from megatron_moe_opt.planning.training.model import ModelShape
 
 
 def _gpt(layers: int, hidden: int, heads: int, experts: int, topk: int, vocabulary: int = 50304) -> ModelShape:
-    """GPT-2's blocks with experts four times as wide inside in all layers, and its words unless others are given."""
+    """Returns GPT-2's blocks with experts four times as wide inside in all layers, and its words by default."""
     return ModelShape(
         layers, hidden, heads, vocabulary, experts, topk, 4 * hidden, gated=False, norm_parameters=2, tied=True
     )

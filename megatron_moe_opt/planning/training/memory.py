@@ -15,7 +15,9 @@ BF16, FP32, INT64 = 2, 4, 8
 
 @dataclass(frozen=True)
 class BytesPerParameter:
-    """The defaults are Megatron's bf16 training: fp32 gradients; Adam keeps an fp32 master and two moments."""
+    """The bytes that training keeps of a parameter. The defaults are Megatron's bf16 training: fp32 gradients; Adam
+    keeps an fp32 master and two moments.
+    """
 
     weight: int = BF16
     gradient: int = FP32
@@ -44,7 +46,7 @@ def state_memory(
     zero: int = 1,
     each: BytesPerParameter | None = None,
 ) -> StageMemory:
-    """Weights, gradients and optimizer states (the intent of Table 3).
+    """Returns the bytes of weights, gradients and optimizer states (the intent of Table 3).
 
     ZeRO-1 shards optimizer states, 2 gradients too, 3 weights too: over the data- and context-parallel ranks for
     parameters outside the experts, over the ranks that hold the same experts for those of experts. Megatron's
@@ -80,7 +82,7 @@ def layer_activations(
     moe: bool = True,
     fused: bool = True,
 ) -> dict[str, int]:
-    """Bytes that one layer keeps for its backward, by what they hold.
+    """Returns the bytes that one layer keeps for its backward, by what they hold.
 
     For bf16 with sequence parallelism, no dropout, no biases, dropless routing.
 
@@ -127,7 +129,8 @@ def layer_activations(
 
 
 def expert_middle_width(gated: bool, fused: bool) -> int:
-    """Tensors [rows, middle size] that an expert of Megatron's own PyTorch layers keeps for its backward (MPMoE's T_M).
+    """Returns how many tensors [rows, middle size] an expert of Megatron's own PyTorch layers keeps for its backward
+    (MPMoE's T_M).
 
     Args:
         fused: a gated activation that keeps its input, and applies the probabilities.
@@ -141,7 +144,9 @@ def first_product_width(gated: bool) -> int:
 
 
 def _middle_width(gated: bool, fused: bool) -> int:
-    """The first matrix' output and the second's input; not fused and gated also the activation and the other half."""
+    """Returns the width of the first matrix's output and the second's input; not fused and gated also of the
+    activation and the other half.
+    """
     return (3 if fused else 5) if gated else 2
 
 
@@ -159,7 +164,7 @@ def training_memory(
     recompute: str = "none",
     each: BytesPerParameter | None = None,
 ) -> StageMemory:
-    """All of a rank's memory for its layers and words (eq. 1), without embedding output, logits and workspace.
+    """Returns all of a rank's memory for its layers and words (eq. 1), without embedding output, logits and workspace.
 
     Args:
         micro_batches: of one step; the pipeline (1F1B) holds the activations of at most pp - stage of them.
@@ -188,7 +193,8 @@ def training_memory(
 def paper_activations(
     tokens: int, sequence: int, hidden: int, heads: int, layers: int, topk: int, tp: int = 1
 ) -> dict[str, float]:
-    """Bytes of eq. 2 and of the rows of Table 4: 16-bit, experts of 4 * hidden without gate, dropout, plain attention.
+    """Returns the bytes of eq. 2 and of the rows of Table 4: 16-bit, experts of 4 * hidden without gate, dropout, plain
+    attention.
 
     With tokens = b s, and l layers of which the first pipeline stage holds l / p for p micro-batches. By row:
     "none", "tp", "sp" (with TP), "selective" and "full" (with TP and SP).

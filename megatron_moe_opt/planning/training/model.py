@@ -48,10 +48,10 @@ class ModelShape:
     bias: bool = False
     """Whether every linear layer has a bias."""
     norm_parameters: int = 1
-    """Vectors of a norm: 1 for RMSNorm, 2 for LayerNorm."""
+    """Parameter vectors of a norm: 1 for RMSNorm, 2 for LayerNorm."""
     qk_norm: bool = False
     tied: bool = False
-    """One matrix for word embeddings and output layer."""
+    """Whether word embeddings and output layer have one matrix."""
 
     @property
     def query_size(self) -> int:
@@ -64,7 +64,7 @@ class ModelShape:
         return self.query_size // self.heads * (self.kv_heads or self.heads)
 
     def parameters(self, layout: Layout, stage: int = 0) -> Parameters:
-        """What one rank of a pipeline stage holds.
+        """Returns the parameters that one rank of a pipeline stage holds.
 
         Raises:
             ConfigurationError: a size that its parallelism does not divide.

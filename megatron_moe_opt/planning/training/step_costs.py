@@ -21,7 +21,7 @@ class StepCosts:
     micro_batch: float = 0.0
     """Seconds of each micro-batch on a pipeline stage."""
     gradients: float = 0.0
-    """Of reducing gradients and gathering parameters, once a step, beside the last micro-batch."""
+    """Seconds of reducing gradients and gathering parameters, once a step, beside the last micro-batch."""
 
 
 def communication(

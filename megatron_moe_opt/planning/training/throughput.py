@@ -24,7 +24,7 @@ class Throughput:
     """What one training step takes, and what that is of what the GPUs could do."""
 
     layer_seconds: float
-    """Forward and backward of one MoE layer and micro-batch: compute and exchange."""
+    """Seconds of forward and backward of one MoE layer and micro-batch: compute and exchange."""
     step_seconds: float
     tokens_per_second: float
     """Tokens a second of one GPU."""
@@ -53,7 +53,7 @@ def throughput(
     with_experts: bool = False,
     besides: StepCosts | None = None,
 ) -> Throughput:
-    """Time of a step in which every GPU computes its share and waits for its exchanges.
+    """Returns the time of a step in which every GPU computes its share and waits for its exchanges.
 
     The last pipeline stage, which computes the logits too, sets the pace. Gradients are reduced beside the last
     micro-batch, and what of that takes longer is added.

@@ -64,7 +64,7 @@ def _reason(error: BaseException) -> str:
 
 
 def describe_failure(op: str, group: dist.ProcessGroup | None, reason: str) -> str:
-    """One sentence: what failed, on which group and rank, and the first line of the reason."""
+    """Returns one sentence: what failed, on which group and rank, and the first line of the reason."""
     return f"{op} on {_group_name(group)} failed on rank {_rank()}: {first_line(reason)}"
 
 
@@ -72,13 +72,13 @@ _GLOO_PLACE = re.compile(r"^\[\S+/gloo/\S+:\d+\] ")
 
 
 def first_line(reason: str) -> str:
-    """What fits into one sentence: without the place in Gloo's source, and its advice."""
+    """Returns of a reason what fits into one sentence: without the place in Gloo's source, and its advice."""
     line = (reason.strip() or "for no reason given").splitlines()[0]
     return _GLOO_PLACE.sub("", line).partition(". This is typically caused by")[0]
 
 
 def global_rank(group: dist.ProcessGroup, rank: int) -> int | str:
-    """The global rank of a rank of `group`, as far as it can still be told."""
+    """Returns the global rank of a rank of `group`, as far as it can still be told."""
     try:
         return dist.get_global_rank(group, rank)
     except (KeyError, ValueError, RuntimeError):
@@ -123,7 +123,7 @@ class PendingRows:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where the tensors of a group's collectives lie: the current CUDA device with NCCL, else the CPU."""
+    """Returns the device of the tensors of a group's collectives: the current CUDA device with NCCL, else the CPU."""
     return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
 
 

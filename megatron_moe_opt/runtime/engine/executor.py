@@ -37,13 +37,11 @@ class LaneError(CollectiveError):
 
 
 _in_use: set[str] = set()
-"""Lanes, queues and groups of what has run on streams: each has a stream, a group that of its communicator."""
+"""The lanes, queues and groups of what has run on streams: each has a stream, a group that of its communicator."""
 
 
 def streams_in_use() -> int:
-    """How many streams the schedules of this process have used so far, their caller's among them; 0: none has run on
-    streams.
-    """
+    """Returns how many streams the process's schedules have used, their caller's among them; 0: none ran on streams."""
     return len(_in_use)
 
 
@@ -123,7 +121,7 @@ class Executor:
         return started.start(_issue_on_stream(schedule, steps, ops, Beside(), behind), behind)
 
     def memory(self, queue: str = Lane.EXPERTS.value) -> AbstractContextManager[None]:
-        """A context in which tensors are made for what is started in a queue."""
+        """Returns a context in which tensors are made for what is started in a queue."""
         return started_queue(queue, self._device).memory()
 
     def _caller_lane(self, schedule: Schedule) -> int:
@@ -135,7 +133,7 @@ class Executor:
 
 
 def executor(device: torch.device | str = "cpu") -> Executor:
-    """The executor of this process for tensors on `device`; "cuda" is the current device."""
+    """Returns the executor of this process for tensors on `device`; "cuda" is the current device."""
     device = torch.device(device)
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     return _executor(device.type, index)
@@ -152,7 +150,7 @@ def _note_streams(schedule: Schedule, of_work: tuple[str, ...]) -> None:
 
 
 _Ops = list[tuple[int, tuple[int, ...], Sequence[Any]]]
-"""Lane, ops that are waited for, actions: of each op."""
+"""The ops as the extension takes them: of each, its lane, the ops that are waited for, and its actions."""
 
 
 def _ops(schedule: Schedule, steps: Sequence[Steps], numbers: Mapping[Lane, int]) -> _Ops:
@@ -181,7 +179,7 @@ def _run_on_thread(
 def _issue_on_stream(
     schedule: Schedule, steps: Sequence[Steps], ops: _Ops, beside: Beside, behind: Running | None
 ) -> Iterator[None]:
-    """Issues what was started on the current stream, in parts that end with a collective under way."""
+    """Issues a started schedule on the current stream, in parts that end with a collective under way."""
     if behind is not None:
         behind.wait()
     instants: list[Instant] = []

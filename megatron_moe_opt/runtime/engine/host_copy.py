@@ -25,7 +25,7 @@ class HostCopy:
             self._host = tensor
 
     def wait(self) -> torch.Tensor:
-        """The tensor on the CPU. Blocks the host until the copy has arrived."""
+        """Waits for the copy, and returns the tensor on the CPU."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host

@@ -14,7 +14,7 @@ from megatron_moe_opt.kernels.streams import has_streams
 
 @dataclass
 class HostMemory:
-    """What all copies of this process take, in bytes."""
+    """Counts the bytes on the host that all copies of this process take."""
 
     used: int = 0
     peak: int = 0
@@ -35,7 +35,7 @@ HOST_MEMORY = HostMemory()
 
 
 class HostCopyOf:
-    """The bytes of a contiguous tensor, in pinned memory where the tensor is on a GPU.
+    """A copy on the host of a contiguous tensor's bytes, in pinned memory where the tensor is on a GPU.
 
     Copies are queued on the current stream. The device tensor stays the caller's, who frees it when its own stream has
     waited for this one, or tells the allocator (kernels.streams.used_here).
@@ -81,5 +81,5 @@ class Kept:
         self._kept = HostCopyOf(tensor) if self.on_host else tensor
 
     def get(self) -> torch.Tensor:
-        """The tensor; from the host a new one, so that who changes it must put it again."""
+        """Returns the tensor; from the host a new one, so that whoever changes it must put it again."""
         return self._kept.on_device() if self.on_host else self._kept

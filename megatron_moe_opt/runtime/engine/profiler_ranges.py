@@ -25,12 +25,12 @@ def is_profiling() -> bool:
 
 
 def shown_as(name: Callable[[], str]) -> AbstractContextManager[Any]:
-    """A context that a profiler shows under a name, which is asked for only where there is one."""
+    """Returns a context that a profiler shows under a name, which is asked for only where there is one."""
     return record_function(name()) if is_profiling() else nullcontext()
 
 
 def shown_ops(schedule: Schedule, actions: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The actions of each op as ones that a profiler shows under the op's schedule, kind and chunk."""
+    """Returns the actions of each op as ones that a profiler shows under the op's schedule, kind and chunk."""
     return [
         tuple(_C.named(f"{schedule.name}: {op}", action) for action in of_op)
         for op, of_op in zip(schedule.ops, actions, strict=True)

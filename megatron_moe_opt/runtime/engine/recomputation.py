@@ -1,4 +1,4 @@
-"""Forward passes that repeat earlier ones, and what is saved for backward passes by others than autograd."""
+"""Whether a forward pass repeats an earlier one, and whether others than autograd save tensors for backward."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from megatron_moe_opt.schedules.timeline import Timeline
 
 
 def clock() -> type[HostClock] | type[DeviceClock]:
-    """What a process that has a CUDA device in use measures with, or one that has none."""
+    """Returns the clock to measure with: the device's where a CUDA device is in use, else the host's."""
     return DeviceClock if torch.cuda.is_initialized() else HostClock
 
 
@@ -26,11 +26,11 @@ class _Recording:
         self._beside: list[tuple[Schedule, Instant, Callable[[], list[tuple[float, float]]]]] = []
 
     def add(self, schedule: Schedule, times: list[tuple[float, float]], began: Instant) -> None:
-        """Ops of a schedule that has ended, in seconds since it began."""
+        """Records the ops of a schedule that has ended; `times` are in seconds since it began."""
         self.timelines.append(Timeline.of_times(schedule, times, self._clock.seconds(self._begin, began)))
 
     def add_beside(self, schedule: Schedule, began: Instant, times: Callable[[], list[tuple[float, float]]]) -> None:
-        """Ops that may not have ended on the device: their times are asked for when the recording ends."""
+        """Records ops that may not have ended on the device: their times are asked for when the recording ends."""
         self._beside.append((schedule, began, times))
 
     def settle(self) -> None:
@@ -64,7 +64,7 @@ def is_recording() -> bool:
 
 
 def note(schedule: Schedule, times: list[tuple[float, float]], began: Instant) -> None:
-    """Tells those who record of a schedule that ran.
+    """Tells all recordings under way of a schedule that ran.
 
     Args:
         times: begin and end of each op in seconds since `began`, of `clock`.
@@ -74,7 +74,7 @@ def note(schedule: Schedule, times: list[tuple[float, float]], began: Instant) -
 
 
 class Beside:
-    """Those who record when a schedule is started, and are told of it when it has run."""
+    """Keeps the recordings that are under way when a schedule is started, to tell them of it when it has run."""
 
     def __init__(self) -> None:
         self._recordings = tuple(_recordings)
@@ -83,12 +83,16 @@ class Beside:
         return bool(self._recordings)
 
     def note(self, schedule: Schedule, began: Instant, times: Callable[[], list[tuple[float, float]]]) -> None:
-        """It has run, or is issued. Args: times: begin and end of each op in seconds since `began`, of `clock`."""
+        """Tells them of a schedule that has run, or is issued. Args: times: begin and end of each op in seconds
+        since `began`, of `clock`.
+        """
         for one in self._recordings:
             one.add_beside(schedule, began, times)
 
     def note_instants(self, schedule: Schedule, instants: list[Instant]) -> None:
-        """It is issued. Args: instants: when the first op began, and each one ended, the next one beginning then."""
+        """Tells them of a schedule that is issued. Args: instants: when the first op began, and each one ended, the
+        next one beginning then.
+        """
 
         def times() -> list[tuple[float, float]]:
             return list(pairwise(clock().seconds(instants[0], instant) for instant in instants))

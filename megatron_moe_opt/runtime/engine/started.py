@@ -34,11 +34,11 @@ END_S = 5.0
 """How long the end of the process waits for what was started."""
 
 Parts = Iterator[None]
-"""Each `next` does a part of what a schedule does; the last one ends it."""
+"""An iterator of which each `next` does a part of what a schedule does; the last one ends it."""
 
 
 class GivenUp(BaseException):
-    """What was started was not waited for, because the process ends. It is no error of anybody's."""
+    """Raised where what was started is not waited for, because the process ends. It is no error of anybody's."""
 
 
 class Running(Protocol):
@@ -49,7 +49,9 @@ class Running(Protocol):
 
 
 class HostQueue:
-    """A thread. Whatever it waits for, a peer that died does not keep this rank alive: see `end`."""
+    """Runs what is started in a thread. Whatever that waits for, a dead peer does not keep
+    this rank alive: see `end`.
+    """
 
     def __init__(self, name: str) -> None:
         self.runner = _C.Executor(1)
@@ -63,7 +65,7 @@ class HostQueue:
         self._thread.start()
 
     def memory(self) -> AbstractContextManager[None]:
-        """A context in which memory is the queue's."""
+        """Returns a context in which memory is the queue's: on the host, any memory is."""
         return nullcontext()
 
     def start(self, parts: Parts) -> Running:
@@ -79,7 +81,7 @@ class HostQueue:
             wait_for([self._last])
 
     def advance(self) -> None:
-        """Nothing: the thread goes on by itself."""
+        """Does nothing: the thread goes on by itself."""
 
     def end(self) -> None:
         """Ends the thread, as the process must before it ends: a thread that comes back from a collective when there is
@@ -118,7 +120,8 @@ class _OnHost:
 
 
 class StreamQueue:
-    """A CUDA stream. Schedules are issued by the caller at once: all ranks issue to all their groups in the same order.
+    """Runs what is started on a CUDA stream. Schedules are issued by the caller at once: all ranks issue to all their
+    groups in the same order.
 
     Where all streams share one hardware queue, what waits for a collective would hold up all that is issued after it.
     So there one collective is issued at a time, the next one when this is told to go on, or when it is waited for; all
@@ -129,10 +132,10 @@ class StreamQueue:
         self.stream = own_stream(device)
         self._in_turn = has_one_queue()
         self._left: deque[_OnStream] = deque()
-        """Of what was started in turn, all that is not issued to its end."""
+        """The schedules, among those that were started in turn, that are not issued to their end."""
 
     def memory(self) -> AbstractContextManager[None]:
-        """A context in which memory is the queue's."""
+        """Returns a context in which memory is the queue's."""
         return torch.cuda.stream(self.stream)
 
     def start(self, parts: Parts, behind: _OnStream | None = None) -> Running:
@@ -177,22 +180,22 @@ class _OnStream:
     def __init__(self, queue: StreamQueue, parts: Parts, after: torch.cuda.Event, behind: _OnStream | None) -> None:
         self._queue, self._behind, self._done, self._failure = queue, behind, None, None
         self._parts: Parts | None = parts
-        """None: all is issued, and `_done` is behind it; or it has failed."""
+        """What remains to be issued; None: all is issued, and `_done` is behind it; or it has failed."""
         self._after: torch.cuda.Event | None = after
-        """What its caller had queued; None: its first part is behind that."""
+        """An event behind what the caller had queued; None: the first part is behind that already."""
 
     def is_due(self) -> bool:
-        """Whether nothing remains to be issued of what this is behind."""
+        """Whether all is issued of the schedule that this one is behind."""
         return self._behind is None or self._behind._parts is None
 
     def issue_before(self) -> None:
-        """Issues all of what this is behind."""
+        """Issues all of the schedule that this one is behind."""
         if self._behind is not None:
             self._behind._queue.issue(self._behind)
 
     def issue_part(self) -> bool:
-        """Issues what comes next on the queue's stream, as far as a collective; False: as far as the end, or an event
-        to wait for behind it.
+        """Issues what comes next on the queue's stream, as far as a collective, and returns True; False: as far as the
+        end, or an event to wait for behind it.
         """
         stream = self._queue.stream
         try:
@@ -227,7 +230,7 @@ def _end_queues() -> None:
 
 
 def started_queue(name: str, device: torch.device) -> HostQueue | StreamQueue:
-    """The queue of this name of this process, for tensors on `device`; made when it is first needed."""
+    """Returns the queue of this name of this process, for tensors on `device`; made when it is first needed."""
     if not _queues:
         atexit.register(_end_queues)  # while it can still be told that a peer has failed: before the failure board ends
     if (name, device) not in _queues:
@@ -242,8 +245,8 @@ def finish_started() -> None:
 
 
 def advance_started() -> None:
-    """Issues what is next of what was started, where it shares one hardware queue with everything else: where the
-    caller has queued what takes about as long as a collective since it was issued.
+    """Issues the next part of each started schedule where it shares one hardware queue with everything else, and the
+    caller has queued what takes about as long as a collective since the last part.
     """
     for one in _queues.values():
         one.advance()

@@ -23,26 +23,26 @@ _C = load_extension()
 
 @dataclass(frozen=True)
 class Steps:
-    """Actions of the extension, one after another, and the group that they talk to."""
+    """What an op does: actions of the extension, one after another, and the group that they talk to."""
 
     actions: tuple[Any, ...] = ()
     group: ProcessGroup | None = None
     raised: tuple[list[BaseException], ...] = ()
-    """Where Python functions among the actions leave what they raise."""
+    """The lists in which Python functions among the actions leave what they raise."""
 
     def __add__(self, later: Steps) -> Steps:
         return Steps(self.actions + later.actions, self.group or later.group, self.raised + later.raised)
 
 
 Blocks = Sequence[tuple[int, int]]
-"""(first row, rows) for each rank of a group."""
+"""The blocks of rows of a group's ranks, (first row, rows) each."""
 
 Columns = Sequence[tuple[int, int, torch.dtype | WireFormat]]
-"""Parts of a row: (first byte, elements, their dtype), or (0, hidden elements, the format of rows on the wire)."""
+"""The parts of a row: (first byte, elements, their dtype), or (0, hidden elements, the format of rows on the wire)."""
 
 
 def blocks_of(counts: Sequence[int], first: int = 0) -> list[tuple[int, int]]:
-    """Blocks of `counts` rows that lie one after another from row `first` on."""
+    """Returns blocks of `counts` rows that lie one after another from row `first` on."""
     starts = accumulate(counts, initial=first)
     return list(zip(starts, counts, strict=False))
 
@@ -66,18 +66,18 @@ def all_to_all(
     receive_counts: Sequence[int],
     group: ProcessGroup,
 ) -> Steps:
-    """rows [sum(send_counts), W] -> received [sum(receive_counts), W], blocks in rank order on both sides."""
+    """Sends rows [sum(send_counts), W], receives [sum(receive_counts), W]: blocks in rank order on both sides."""
     return exchange(rows, blocks_of(send_counts), received, blocks_of(receive_counts), group, "all_to_all")
 
 
 def all_gather(rows: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int], group: ProcessGroup) -> Steps:
-    """Own rows [counts[rank], W] -> gathered [sum(counts), W]. `rows` may be its own block of `gathered`."""
+    """Gathers own rows [counts[rank], W] to [sum(counts), W]. `rows` may be its own block of `gathered`."""
     own = [(0, counts[group.rank()])] * group.size()
     return exchange(rows, own, gathered, blocks_of(counts), group, "all_gather")
 
 
 def scatter(rows: torch.Tensor, parts: torch.Tensor, counts: Sequence[int], group: ProcessGroup) -> Steps:
-    """Each rank's block of rows [sum(counts), W] to that rank: the exchange of a reduce-scatter, without the sum.
+    """Sends each rank its block of rows [sum(counts), W]: the exchange of a reduce-scatter, without the sum.
 
     Args:
         rows: the own block stays there.
@@ -97,8 +97,8 @@ def sum_scattered(
     group: ProcessGroup,
     columns: Columns | None = None,
 ) -> Steps:
-    """The sum behind `scatter`, in rank order: summed [counts[rank], W]. An op of its own, so that the exchange is
-    waited for when the sum has its turn.
+    """Sums what `scatter` has brought, in rank order, to summed [counts[rank], W]. It is an op of its own, so that the
+    exchange is waited for when the sum has its turn.
 
     Args:
         columns: each part of a row that is summed; None: all of it, in the rows' dtype. Elements narrower than float32
@@ -111,14 +111,14 @@ def sum_scattered(
 
 
 def reduce_scatter(rows: torch.Tensor, summed: torch.Tensor, group: ProcessGroup) -> tuple[Steps, Steps]:
-    """The exchange and the sum of a reduce-scatter in equal blocks: rows [ranks * N, W] -> summed [N, W]."""
+    """Returns the exchange and the sum of a reduce-scatter in equal blocks, of rows [ranks * N, W] to summed [N, W]."""
     counts = [summed.size(0)] * group.size()
     parts = empty((rows.size(0) - summed.size(0), rows.size(1)), rows.dtype, rows.device)
     return scatter(rows, parts, counts, group), sum_scattered(rows, parts, summed, counts, group)
 
 
 def sum_parts(parts: Sequence[torch.Tensor], summed: torch.Tensor, columns: Columns) -> Steps:
-    """summed = parts[0] + parts[1] + ..., one after the other, all [R, W]; `columns` as in `sum_scattered`."""
+    """Sums parts[0] + parts[1] + ..., one after the other, all [R, W], to `summed`; `columns` as in `sum_scattered`."""
     words = ((first, width, kind.value if isinstance(kind, WireFormat) else kind) for first, width, kind in columns)
     return Steps(tuple(_C.sum_parts(list(parts), summed, *column) for column in words))
 
@@ -143,8 +143,8 @@ def convert_rows(
     hidden: int,
     chunks: ChunkList,
 ) -> Steps:
-    """As `copy_rows`, of the first `hidden` elements of a row and to the format of the target's rows: the reorder
-    between "by source rank" and "by local expert" that widens, or narrows. One of the two formats is SAME.
+    """Does what `copy_rows` does, but with the first `hidden` elements of a row and to the format of the target's rows:
+    the reorder between "by source rank" and "by local expert" that widens, or narrows. One of the two formats is SAME.
     """
     return Steps((_C.convert_chunks(source, source_wire.value, target, target_wire.value, hidden, chunks.tensors),))
 

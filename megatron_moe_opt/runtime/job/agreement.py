@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 def found_by_first(find: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """What `find` returns on the first rank of the group, or raises there: on all of its ranks. A collective call.
+    """Returns what `find` returns on the first rank of the group, or raises what it raises there: on all of its ranks.
+    A collective call.
 
     Args:
         find: called on the first rank alone, with an answer that can be pickled.

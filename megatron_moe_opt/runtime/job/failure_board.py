@@ -44,14 +44,14 @@ END_S = 30.0
 """How long a rank that has raised an error may take to end, as torchrun gives."""
 
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""Of an error of a connection whose other end is closed."""
+"""The texts of errors of a connection whose other end is closed."""
 
 _ALARM, _FIRST, _SEEN, _END = "alarm", "first", "seen", b"end"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What the first rank that failed has written, or another one about it."""
+    """A failure in a job, as the first rank that failed has written it, or another rank about it."""
 
     rank: int
     host: str
@@ -63,7 +63,9 @@ class Failure:
 
 
 class FailureBoard:
-    """This rank's part. `served_by_rank`: the rank whose process holds the store; None where the launcher does."""
+    """This rank's part in telling all ranks of a job of the first failure. `served_by_rank`: the rank whose process
+    holds the store; None where the launcher does.
+    """
 
     def __init__(self, store: dist.Store, rank: int, world: int, served_by_rank: int | None = None) -> None:
         self.rank, self.first = rank, None
@@ -74,12 +76,15 @@ class FailureBoard:
         self._watcher.start()
 
     def report(self, what: str) -> Failure:
-        """This rank has failed. Returns the job's first failure, this one unless another rank was before it."""
+        """Reports that this rank has failed. Returns the job's first failure: this one,
+        unless another was before it.
+        """
         where = describe_place()
         return self._settle(lambda: self._claim(self.rank, what, where), what, where)
 
     def notice(self, what: str, peer: int | None = None) -> Failure:
-        """A collective of this rank has failed, for which another rank is to blame. Returns the job's first failure.
+        """Reports that a collective of this rank has failed, for which another rank is to blame. Returns the job's
+        first failure.
 
         Args:
             peer: the rank that this one has lost, where that is known.
@@ -88,12 +93,14 @@ class FailureBoard:
         return self._settle(lambda: self._read() or self._blame(what, peer, where), what, where)
 
     def hears_of_it(self) -> None:
-        """The calling thread raises an error. Unless it works beside the passes, the process is about to end."""
+        """Notes an error of the calling thread. Unless it works beside the passes, the process is about to end."""
         if not is_beside():
             self._raised.set()
 
     def end(self) -> None:
-        """At the end of the process. After a failure nothing waits for lanes and groups, which may wait for ever."""
+        """Ends the watch with the process. After a failure nothing waits for lanes and groups,
+        which may wait for ever.
+        """
         self._stopped.set()
         if self.first is not None:
             self._exit()
@@ -144,7 +151,7 @@ class FailureBoard:
         return self._claim(rank, f"it does not answer any more{nor}, as rank {self.rank} found: {what}", where)
 
     def _call_roll(self) -> list[int]:
-        """The ranks that do not answer; none where a failure is written meanwhile."""
+        """Returns the ranks that do not answer; none where a failure is written meanwhile."""
         if self._store.check([_ALARM]) and self._store.get(_ALARM) == _END:
             return []
         self._store.set(_ALARM, "")
@@ -165,7 +172,7 @@ class FailureBoard:
         return self._store.get(_host(rank)).decode() if self._store.check([_host(rank)]) else "unknown"
 
     def _answered(self, ask: Callable[[], object]) -> bool:
-        """Whether the store has answered: who serves it may be gone, or stopped."""
+        """Whether the store has answered: the process that serves it may be gone, or stopped."""
         answered: list[bool] = []
 
         def run() -> None:
@@ -245,7 +252,9 @@ def interrupted_by(interrupt: Callable[[], None]) -> None:
 
 
 def _abort_nccl() -> None:
-    """Gloo's abort ends nothing that waits: there sends and receives are interrupted, and other collectives are not."""
+    """Aborts NCCL's groups alone. Gloo's abort ends nothing that waits: there sends and receives are interrupted, and
+    other collectives are not.
+    """
     for group in list(dist.distributed_c10d._world.pg_map):
         if "nccl" in dist.get_backend(group):
             group.abort()
@@ -282,12 +291,12 @@ os.register_at_fork(after_in_child=_forget)  # a forked process is not the rank
 
 
 def first_failure() -> Failure | None:
-    """The first failure of the job, as far as it is known here."""
+    """Returns the first failure of the job, as far as it is known here."""
     return None if _board is None else _board.first
 
 
 def explain(what: str, is_own: bool, peer: int | None = None) -> str:
-    """The sentence that an error raised on this rank says: which rank failed first, and where. Tells the other ranks.
+    """Returns the sentence that an error raised on this rank says: which rank failed first, and where.
 
     Args:
         what: has failed here.
@@ -305,7 +314,9 @@ def explain(what: str, is_own: bool, peer: int | None = None) -> str:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Errors raised inside become LayerErrors, and all ranks are told. Those that say what to change stay as is."""
+    """Turns errors raised inside into LayerErrors and tells all ranks. Those that say what to
+    change stay as they are.
+    """
     try:
         yield
     except _StopRecomputationError:
@@ -326,12 +337,12 @@ def _explain(error: Exception) -> str:
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Whether another rank is to blame, or the network."""
+    """Whether an error is another rank's fault, or the network's."""
     return isinstance(error, dist.DistError) or any(name in str(error) for name in ("/gloo/", "NCCL"))
 
 
 def _reporting(shown: Callable[..., None]) -> Callable[..., None]:
-    """The hook for errors that nobody has caught, with which the process ends."""
+    """Returns a hook for errors that nobody has caught, with which the process ends: it tells of them first."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
         if issubclass(kind, Exception) and not isinstance(error, LayerError):

@@ -1,4 +1,4 @@
-"""Threads of this process that a forked one has not: it makes its own, and waits for none of the other's.
+"""What a forked process has instead of the threads of its parent: it makes its own, and waits for none of the other's.
 
 DataLoader workers and writers of checkpoints may be forked off a process that trains. The executor's threads, which are
 not Python's, do the same in csrc/pipeline/executor.cpp.
@@ -18,14 +18,14 @@ Result = TypeVar("Result")
 
 
 def cached_until_fork(make: Function) -> Function:
-    """functools.cache, empty in a forked process: for functions that make what has a thread."""
+    """Caches like functools.cache, but empty in a forked process: for functions that make what has a thread."""
     cached = functools.cache(make)
     os.register_at_fork(after_in_child=cached.cache_clear)
     return cached
 
 
 class Pending(Generic[Result]):
-    """What a thread of this process has begun."""
+    """The result of what a thread of this process has begun."""
 
     def __init__(self, future: Future[Result]) -> None:
         finished = threading.Event()

@@ -29,15 +29,16 @@ Facts = Mapping[str, str | None]
 """What must be the same on all ranks, by the name that the user knows it by. None: this rank does not know."""
 
 LATE_S = distributed_c10d.default_pg_timeout.total_seconds()
-"""How much later than the others a rank may start; init_process_group waits as long."""
+"""How many seconds later than the others a rank may start; init_process_group waits as long."""
 TOGETHER_S = 2.0
-"""How much later than another a rank may be refused the same thing."""
+"""How many seconds later than another a rank may be refused the same thing."""
 
 _turns: Counter[tuple[int, ...]] = Counter()
 
 
 def start_alike(start: Callable[[], T], facts: Callable[[T], Facts]) -> T:
-    """What `start` returns, when it has on all ranks of the job, and they have the same facts. Called by all of them.
+    """Returns what `start` returns, once it has on all ranks of the job, and they have the same facts. Called by all of
+    them.
 
     Raises:
         DisagreementError: on all ranks: what they differ in, or what only some of them are refused.
@@ -83,7 +84,7 @@ def check_alike(ranks: Sequence[int], facts: Facts, refused: str | None = None) 
 
 
 def difference(told: Mapping[int, Mapping[str, object]]) -> str | None:
-    """In one sentence what these ranks differ in; None: they agree.
+    """Returns one sentence on what these ranks differ in; None: they agree.
 
     Args:
         told: of each rank its `facts` and what it was `refused`.
@@ -171,7 +172,7 @@ def _by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Ranks 0, 1, 2, 3, 8 are "ranks 0 to 3, 8"."""
+    """Returns ranks in words: "ranks 0 to 3, 8" for 0, 1, 2, 3, 8."""
     runs = [[ranks[0]]]
     for before, rank in pairwise(ranks):
         if rank == before + 1:

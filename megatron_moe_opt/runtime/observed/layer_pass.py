@@ -20,11 +20,11 @@ import torch
 from megatron_moe_opt.runtime.observed.traffic import SentBytes
 
 Instant = Any
-"""Seconds of the host's clock, or an event on the CUDA stream that was current."""
+"""A point in time: seconds of the host's clock, or an event on the CUDA stream that was current."""
 
 
 class HostClock:
-    """For layers on a CPU, where work is done when the call that does it returns."""
+    """The clock for layers on a CPU, where work is done when the call that does it returns."""
 
     now = staticmethod(time.perf_counter)
 
@@ -39,18 +39,18 @@ class HostClock:
 
 
 class DeviceClock:
-    """For layers on the current CUDA device. Nothing waits for the device before `settle`."""
+    """The clock for layers on the current CUDA device. Nothing waits for the device before `settle`."""
 
     @staticmethod
     def now() -> torch.cuda.Event:
-        """When the current stream comes to this point."""
+        """Returns the instant at which the current stream comes to this point."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     @staticmethod
     def seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """From one instant to another; both must be past."""
+        """Returns the seconds from one instant to another; both must be past."""
         return start.elapsed_time(end) / 1e3
 
     @staticmethod
@@ -61,16 +61,19 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class Times:
-    """Of one pass in one direction, in seconds. `dispatch`, `experts` and `combine` add up to at most `layer`."""
+    """The times of a pass in one direction, in seconds. `dispatch`, `experts` and `combine`
+    add up to at most `layer`.
+    """
 
     dispatch: float
-    """Up to the first call of the experts (forward), or from the end of the last one on (backward)."""
+    """Seconds up to the first call of the experts (forward), or from the end of the last one on (backward)."""
     experts: float
     """Seconds in calls of the experts."""
     combine: float
     exposed: float
-    """Between permutation and sum of rows, but not in a call of the experts: communication that experts do not hide,
-    with the sorting of rows that belongs to it."""
+    """Seconds between permutation and sum of rows, but not in a call of the experts: communication that experts do not
+    hide, with the sorting of rows that belongs to it.
+    """
     layer: float
 
     def __add__(self, other: Times) -> Times:
@@ -88,7 +91,7 @@ class Direction:
     begin: Instant = None
     exchange_begin: Instant = None
     calls: list[tuple[int, Instant]] = field(default_factory=list)
-    """1: a call of the experts begins; -1: one ends."""
+    """The instants at which calls of the experts begin (1) and end (-1)."""
     exchange_end: Instant = None
     end: Instant = None
     sent: SentBytes = field(default_factory=SentBytes)
@@ -101,7 +104,7 @@ class Direction:
         return all(one is not None for one in (self.begin, self.exchange_begin, self.exchange_end, self.end))
 
     def times(self, clock: HostClock | DeviceClock) -> Times | None:
-        """None for a pass that did not come to its end."""
+        """Returns the times of the pass; None for one that did not come to its end."""
         if not self.is_whole:
             return None
 
@@ -125,27 +128,30 @@ class LayerPass:
     """One pass of a layer that is observed."""
 
     tokens_of_experts: torch.Tensor
-    """int64 [experts] that this rank's tokens go to, on the layer's device."""
+    """How many of this rank's tokens go to each expert, int64 [experts], on the layer's device."""
     recomputed: bool
     """Whether it repeats a forward pass, in the backward pass."""
     rows: int = 0
     """Number of rows that this rank's calls of the experts got."""
     rounding: list[torch.Tensor] = field(default_factory=list)
-    """float64 [2] of tokens, and of the experts' outputs, see rows.row_layout.rounding; empty: neither is narrowed."""
+    """What rounding has lost of tokens, and of the experts' outputs, float64 [2] each, see rows.row_layout.rounding;
+    empty: neither is narrowed.
+    """
     forward: Direction = field(default_factory=Direction)
     backward: Direction = field(default_factory=lambda: Direction(is_backward=True))
 
 
 STRIDE = 7
-"""Of that many passes one is observed. It shares no factor with usual numbers of micro-batches, so that every one of a
-step's gets its turn."""
+"""The number of passes of which one is observed. It shares no factor with usual numbers of micro-batches, so that every
+one of a step's gets its turn.
+"""
 MOST = 24
-"""Passes that are kept between two reports; a multiple of 3."""
+"""The most passes that are kept between two reports; a multiple of 3."""
 
 
 class Samples:
-    """Every `stride`-th pass of a layer, by default every STRIDE-th; where there are too many between two reports,
-    every third of them, and so on.
+    """Keeps every `stride`-th pass of a layer, by default every STRIDE-th; where there are too many between two
+    reports, every third of them, and so on.
 
     Ranks that run the same passes observe the same ones.
     """
@@ -169,7 +175,7 @@ class Samples:
             self._stride *= 3  # stays without a factor of 2
 
     def take(self) -> list[LayerPass]:
-        """The passes kept since the last time."""
+        """Returns the passes kept since the last time."""
         taken, self.passes = self.passes, []
         self._stride, self._wait = self._usual, min(self._wait, self._usual - 1)
         return taken

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Place:
-    """A pass of a layer. `direction`: forward, recompute (forward again, for backward), backward, or background."""
+    """A pass of a layer as a place. `direction`: forward, recompute (forward again), backward, or background."""
 
     layer: int | None
     dispatcher: str
@@ -32,7 +32,7 @@ _beside = threading.local()
 
 
 def place() -> Place | None:
-    """Where the calling thread is; None before the first pass of a layer."""
+    """Returns where the calling thread is; None before the first pass of a layer."""
     return _beside.place if is_beside() else _now
 
 
@@ -42,7 +42,7 @@ def is_beside() -> bool:
 
 
 def describe_place() -> str:
-    """The same, as a part of a sentence."""
+    """Returns the place of the calling thread as a part of a sentence."""
     return str(place() or "before the first MoE layer")
 
 
@@ -61,7 +61,7 @@ def leave() -> None:
 
 @contextmanager
 def passing(new: Place) -> Iterator[None]:
-    """A pass that begins and ends here, maybe inside another one: backward runs forward again."""
+    """Notes a pass that begins and ends with the block, maybe inside another one: backward runs forward again."""
     outer = _now
     enter(new)
     try:
@@ -75,7 +75,7 @@ def passing(new: Place) -> Iterator[None]:
 
 @contextmanager
 def belonging_to(passed: Place | None) -> Iterator[None]:
-    """What is submitted to a lane inside is for that pass; None: for the one under way."""
+    """Has what is submitted to a lane inside the block count for a pass; None: for the one under way."""
     outer = _now
     if passed is not None:
         enter(passed)
@@ -87,7 +87,7 @@ def belonging_to(passed: Place | None) -> Iterator[None]:
 
 @contextmanager
 def working_beside(passed: Place | None) -> Iterator[None]:
-    """What a thread does in the background for a pass."""
+    """Has what this thread does inside the block count as background work for a pass."""
     _beside.place = None if passed is None else replace(passed, direction="background")
     try:
         yield

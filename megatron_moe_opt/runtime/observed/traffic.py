@@ -88,7 +88,7 @@ class TrafficCounter(TorchDispatchMode):
             self._bytes[collective, ranks[peer]] += num_bytes
 
     def rows(self) -> tuple[TrafficRow, ...]:
-        """What this rank sent, by collective and link, in alphabetical order."""
+        """Returns what this rank sent, by collective and link, in alphabetical order."""
         return sum_rows(
             TrafficRow(collective, self._link_to(peer), count, self._bytes[collective, peer])
             for (collective, peer), count in self._messages.items()
@@ -98,14 +98,14 @@ class TrafficCounter(TorchDispatchMode):
         return INTRA_NODE if self.nodes.same_node(dist.get_rank(), peer) else INTER_NODE
 
     def bytes_to(self) -> list[int]:
-        """[world size] bytes this rank sent to each global rank."""
+        """Returns the bytes that this rank sent to each global rank, [world size]."""
         sent = [0] * dist.get_world_size()
         for (_, peer), num_bytes in self._bytes.items():
             sent[peer] += num_bytes
         return sent
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> tuple[TrafficRow, ...]:
-        """The sum of `rows()` over the ranks of `group` (the world where None), the same on all of them.
+        """Returns the sum of `rows()` over the ranks of `group` (the world where None), the same on all of them.
 
         A collective call; make it after leaving the context, or it counts itself.
         """
@@ -125,7 +125,8 @@ def sum_rows(rows: Iterable[TrafficRow]) -> tuple[TrafficRow, ...]:
 
 
 class SentBytes:
-    """What this rank reports with `count_sent` between `start` and `stop`: what the schedules of our dispatchers send.
+    """Counts what this rank reports with `count_sent` between `start` and `stop`: what the schedules of our dispatchers
+    send.
 
     It sees no operator, and so costs what it counts and no more: fit for passes that are timed.
     """
@@ -158,7 +159,9 @@ def count_sent(collective: str, group: dist.ProcessGroup, bytes_to: Sequence[int
 
 
 def count_issued(collective: str, group: dist.ProcessGroup, bytes_to: Sequence[int]) -> None:
-    """As `count_sent`, of what would be an operator of torch.distributed elsewhere, which SentBytes does not see."""
+    """Does what `count_sent` does, for what elsewhere is an operator of torch.distributed;
+    SentBytes does not see it.
+    """
     _tell([counter for counter in _active if isinstance(counter, TrafficCounter)], collective, group, bytes_to)
 
 
@@ -184,13 +187,13 @@ def _num_bytes(tensors: torch.Tensor | Sequence[torch.Tensor]) -> int:
 
 
 def _own_input(arguments: dict[str, Any]) -> Any:
-    """This rank's tensor or tensors, whatever the operator calls them."""
+    """Returns this rank's tensor or tensors, whatever the operator calls them."""
     names = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensor", "tensors")
     return next(arguments[name] for name in names if name in arguments)
 
 
 def _to_peers(bytes_of: Callable[[int], int], rank: int, size: int) -> _Messages:
-    """One message to each peer that gets any bytes."""
+    """Returns one message to each peer that gets any bytes."""
     return [(peer, bytes_of(peer)) for peer in range(size) if peer != rank and bytes_of(peer)]
 
 

@@ -26,7 +26,7 @@ from megatron_moe_opt.schedules.schedule import Kind, MovingSchedule, Op
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 
 RANK_BITS = 32
-"""Of a note: the rank that a token comes from is above its number there."""
+"""The bits of a note that hold a token's number on the rank that it comes from; the rank is above them."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,11 @@ class ChunkOut(Hops):
     """A chunk of this rank's tokens on the way to the experts, whose rows lie among those of other chunks."""
 
     first: torch.Tensor | None = None
-    """int64 [experts held here] where its rows of each expert begin."""
+    """The row at which the chunk's rows of each expert begin, int64 [experts held here]."""
     places: torch.Tensor | None = None
-    """int64 [its rows of the experts held here] where each is; found with the first rows that arrive."""
+    """The place of each row among the held experts' rows, int64 [the chunk's rows]; found
+    with the first that arrive.
+    """
     notes: torch.Tensor | None = None
     """The note of each token, int64 [rows that arrived]."""
 
@@ -154,7 +156,7 @@ class ChunkOut(Hops):
         return steps.call(select)
 
     def unsort(self, here: AtExperts[HopPlan]) -> Steps:
-        """See Way: gradients of tokens, and of probabilities behind them."""
+        """Does what Way says, for gradients of tokens and of probabilities behind them."""
         probs = None if here.probs is None else _taken(here.probs, self.places)
         return super().unsort(replace(here, tokens=_taken(here.tokens, self.places), probs=probs))
 
@@ -166,18 +168,18 @@ class ChunkBack(Hops):
     keys: torch.Tensor | None = None
     """The keys of the rows that go back from here, int64, ascending."""
     sources: torch.Tensor | None = None
-    """int64 [rows of experts, and beside them], which of those each is summed in."""
+    """The sum that each row goes into, int64 [rows of experts, and beside them]."""
     places: torch.Tensor | None = None
-    """int64 [the same], where each is among those of all chunks."""
+    """The place of each of these rows among those of all chunks, int64."""
     homes: NewHomes | None = None
     begin: int = 0
-    """The first of its tokens at the new home."""
+    """The number of its first token at the new home."""
 
     @classmethod
     def of(
         cls, out: ChunkOut, plan: HopPlan, homes: NewHomes, begin: int, along: Along | None, number: int
     ) -> ChunkBack:
-        """The chunk that has come out here.
+        """Returns the way back of a chunk that has come out here.
 
         Args:
             along: what goes along; the rows that this rank has of it are behind the `number` rows of experts.
@@ -197,7 +199,7 @@ class ChunkBack(Hops):
         return KeyLayout(self.facts.payload)
 
     def sort(self, here: AtExperts[HopPlan]) -> Steps:
-        """See Way: the gradient of each sum, to all that was summed."""
+        """Does what Way says: copies the gradient of each sum to all that was summed."""
         rows, layout = here.rows, here.layout
         return steps.call(lambda: _scatter(layout.tokens(rows), self.sources, self.places, here.tokens))
 
@@ -214,7 +216,7 @@ class ChunkBack(Hops):
     def step_back(
         self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: HopPlan, layout: KeyLayout
     ) -> Steps:
-        """See Way. The first way back finds by the keys which rows are to be summed."""
+        """Does what Way.step_back says."""
         if op.kind is Kind.SUM:
             before, mine = sum(plan.gather_counts[: self.etp.rank()]), len(written)
             own_keys = steps.call(lambda: layout.write_keys(self.keys.narrow(0, before, mine), written))
@@ -239,7 +241,7 @@ class ChunkBack(Hops):
 
 
 class KeyLayout(Layout):
-    """A row with a key behind it, but for where rows come home."""
+    """The layout of a row with a key behind it, which is gone where rows come home."""
 
     def __init__(self, payload: Payload) -> None:
         super().__init__(payload, payload.wire.combine, LANE_BYTES)
@@ -254,12 +256,12 @@ class KeyLayout(Layout):
         return self.numbers_of_lane(rows, 0, 8, torch.int64).view(-1)
 
     def write_keys(self, keys: torch.Tensor, rows: torch.Tensor) -> None:
-        """keys int64 [R] -> the lanes of rows [R, width]."""
+        """Writes keys, int64 [R], to the lanes of rows [R, width]."""
         self.of_lane(rows, 0, 8).copy_(keys.view(torch.uint8).view(-1, 8))
 
 
 def _scatter(rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, written: torch.Tensor) -> None:
-    """written[places] = rows[sources]; `places` ascend where they are all there are."""
+    """Copies rows[sources] to written[places]; `places` ascend where they are all there are."""
     if len(places) == len(written):
         torch.index_select(rows, 0, sources, out=written)
     else:

@@ -27,11 +27,12 @@ class ChunkPlan:
     send_counts: list[int]
     """Number of rows for each expert-parallel peer, [ep_size]."""
     arriving_counts: list[list[int]]
-    """[etp_size][ep_size] rows of each rank for this rank's experts."""
+    """The rows of each rank for this rank's experts, [etp_size][ep_size]."""
     etp_rank: int
     by_expert: ChunkList
-    """From arrival order (chunk, etp rank, ep rank, local expert) to expert order (local expert, etp rank, ep rank,
-    chunk), in rows of the whole layer."""
+    """The chunks that move rows of the whole layer from arrival order (chunk, etp rank, ep rank, local expert) to
+    expert order (local expert, etp rank, ep rank, chunk).
+    """
     first_sent: int
     """Where the chunk begins among this rank's own rows."""
     first_received: int
@@ -56,7 +57,7 @@ class ChunkPlan:
 
     @cached_property
     def gather_counts(self) -> list[int]:
-        """[etp_size] rows each expert-tensor-parallel peer holds after its all-to-all."""
+        """Returns the rows that each expert-tensor-parallel peer holds after its all-to-all, [etp_size]."""
         return [sum(counts) for counts in self.arriving_counts]
 
     @cached_property
@@ -66,7 +67,7 @@ class ChunkPlan:
 
     @cached_property
     def first_own(self) -> int:
-        """Where this rank's block of the chunk begins among the rows of all expert-tensor-parallel peers."""
+        """Returns where this rank's block of the chunk begins among the rows of all expert-tensor-parallel peers."""
         return self.first_gathered + sum(self.gather_counts[: self.etp_rank])
 
 
@@ -82,7 +83,7 @@ class ExchangePlan:
 
     @cached_property
     def num_sent(self) -> int:
-        """Rows of this rank that all chunks together send, to itself too."""
+        """Returns the rows of this rank that all chunks together send, to itself too."""
         return sum(chunk.num_sent for chunk in self.chunks)
 
     @cached_property
@@ -91,7 +92,7 @@ class ExchangePlan:
         return sum(chunk.num_received for chunk in self.chunks)
 
     def chunk(self, number: int) -> ChunkPlan:
-        """The chunk that an op of this number moves; where there is one alone, it is that, whatever the number."""
+        """Returns the chunk that an op of this number moves; where there is one alone, that, whatever the number."""
         return self.chunks[number if len(self.chunks) > 1 else 0]
 
     def chunk_bytes(self, row_bytes: int) -> list[ChunkBytes]:
@@ -127,7 +128,9 @@ def plan_exchange(
 def plan_partitions(
     counts: torch.Tensor, ep_rank: int, etp_rank: int, num_partitions: int, device: torch.device | str = "cpu"
 ) -> tuple[ExchangePlan, ...]:
-    """As `plan_exchange`, but a plan of its own for each part of the rows: they arrive, and go back, separately."""
+    """Plans what `plan_exchange` plans, but for each part of the rows by itself: they arrive,
+    and go back, separately.
+    """
     parts, of_parts = _C.plan_exchange(counts, ep_rank, etp_rank, num_partitions, False, torch.device(device))
     return tuple(
         ExchangePlan((_chunk_plan(part),), tokens_per_expert, len(tokens_per_expert) == 1)
@@ -151,24 +154,26 @@ class Parts:
     group: ProcessGroup
     """The tensor-parallel group whose ranks hold the same tokens."""
     ep_ranks: tuple[int, ...]
-    """[tp_size] EP rank of each TP rank."""
+    """The EP rank of each TP rank, [tp_size]."""
     rows: list[list[int]]
-    """[tp_size][ep_size] rows of each part for the experts of each EP rank."""
+    """The rows of each part for the experts of each EP rank, [tp_size][ep_size]."""
     num_phases: int
-    """The EP size; or 1: from all EP peers at once."""
+    """The number of phases: the EP size; or 1, where rows come from all EP peers at once."""
 
     @property
     def first_own(self) -> int:
-        """The first row of this rank's part."""
+        """Returns the first row of this rank's part."""
         return self._first(self.group.rank())
 
     @property
     def num_rows(self) -> int:
-        """Rows of all parts of the TP group together."""
+        """Returns the rows of all parts of the TP group together."""
         return self._first(len(self.rows))
 
     def peers(self, ep_rank: int, phase: int) -> range:
-        """The EP ranks from which rows come back to `ep_rank` in a phase; of phase -p: those that get theirs in p."""
+        """Returns the EP ranks whose rows come back to `ep_rank` in a phase; of phase -p:
+        those that get theirs in p.
+        """
         if self.num_phases == 1:
             return range(len(self.rows[0]))
         in_pairs = self.num_phases & (self.num_phases - 1) == 0
@@ -176,12 +181,12 @@ class Parts:
         return range(peer, peer + 1)
 
     def block(self, tp_rank: int, phase: int) -> tuple[int, int]:
-        """(first row, rows), among all, of what comes back to a TP rank in a phase."""
+        """Returns (first row, rows), among all, of what comes back to a TP rank in a phase."""
         peers, rows = self.peers(self.ep_ranks[tp_rank], phase), self.rows[tp_rank]
         return self._first(tp_rank) + sum(rows[: peers.start]), sum(rows[peers.start : peers.stop])
 
     def phase_bytes(self, row_bytes: int) -> list[ChunkBytes]:
-        """What moves in each phase: this rank's part of the rows, and all parts."""
+        """Returns what moves in each phase: this rank's part of the rows, and all parts."""
         own, size = self.group.rank(), len(self.rows)
         return [
             ChunkBytes(self.block(own, p)[1] * row_bytes, sum(self.block(t, p)[1] for t in range(size)) * row_bytes)
@@ -199,14 +204,15 @@ class Sharing:
     copies: TokenCopies
     row_bytes: int
     overlap: bool
-    """In phases, where the mean phase is worth it; False: in one."""
+    """Whether rows come back in phases, where the mean phase is worth it; False: in one."""
     beyond: HostCopy | None = None
-    """int64 [tp_size, experts] rows of the ranks of the TP group, where the joint group has not all of them and padding
-    does not tell; on their way to the host before the joint group's counts."""
+    """The rows of the ranks of the TP group for each expert, int64 [tp_size, experts], where the joint group has not
+    all of them and padding does not tell; on their way to the host before the joint group's counts.
+    """
 
 
 def share_out(counts: torch.Tensor, ep_rank: int, etp_rank: int, sharing: Sharing) -> tuple[torch.Tensor, Parts]:
-    """What each rank exchanges where the ranks of a TP group have the same rows.
+    """Returns what each rank exchanges where the ranks of a TP group have the same rows.
 
     Args:
         counts: int64 [ep_size, etp_size, experts] on the CPU: rows each rank has for each expert, whoever sends them.

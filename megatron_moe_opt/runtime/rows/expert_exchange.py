@@ -28,7 +28,7 @@ Plan = TypeVar("Plan")
 
 @dataclass(frozen=True)
 class Exchange(Generic[Plan]):
-    """What goes on which way, by a plan of the way's kind."""
+    """A way of rows, and what goes on it: a plan of the way's kind."""
 
     way: Way[Plan]
     plan: Plan
@@ -36,7 +36,8 @@ class Exchange(Generic[Plan]):
     def tensors(
         self, given: dict[str, torch.Tensor], make: Callable[[str, int], torch.Tensor]
     ) -> Callable[[str, int], torch.Tensor]:
-        """The tensor behind the buffer of a chunk: one given for all chunks, or made at first use.
+        """Returns a function that gives the tensor behind the buffer of a chunk: one given for all chunks, or made at
+        first use.
 
         Args:
             make: (buffer without its slot, rows) -> a tensor.
@@ -102,7 +103,8 @@ def to_sources(rows_NH: torch.Tensor, wire: WireRows, exchange: Exchange) -> tor
 def run_to_experts(
     rows: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype | None, notes: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[R, W] -> tokens [num_gathered, H] and, with prob_dtype, the probabilities in the lanes; not differentiable.
+    """Sends rows [R, W] to the experts: returns tokens [num_gathered, H] and, with prob_dtype, the probabilities in the
+    lanes; not differentiable.
 
     `notes` as in `to_experts`.
     """
@@ -130,7 +132,7 @@ def run_to_experts(
 
 
 def run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: Exchange) -> torch.Tensor:
-    """Tokens [num_gathered, H], with or without probabilities behind them -> rows [R, W]; not differentiable."""
+    """Sends tokens [num_gathered, H], with probabilities behind them or not, back: rows [R, W]; not differentiable."""
     advance_started()  # what runs beside has had the experts' time
     (schedule, sized), bound, rows = bind_to_sources(tokens, probs, exchange)
     executor(tokens.device).run(schedule, bound, sized=sized)
@@ -140,7 +142,8 @@ def run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: E
 def bind_to_sources(
     tokens: torch.Tensor, probs: torch.Tensor | None, exchange: Exchange
 ) -> tuple[MovingSchedule, list[Steps], torch.Tensor]:
-    """The schedule that sums and sends back, what its ops do (once), and the rows [R, W] that they will have written.
+    """Returns the schedule that sums and sends back, what its ops do (once), and the rows [R, W] that they will have
+    written.
 
     Args:
         tokens: [plan.num_gathered, H].

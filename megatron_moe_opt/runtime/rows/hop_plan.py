@@ -36,7 +36,7 @@ class HopPlan:
     hops: Mapping[int, HopCounts]
     """The hop at each level in `DomainTables.levels`, outermost first."""
     tokens_per_expert: torch.Tensor
-    """int64 [experts of the domain] on the CPU, by owner (`DomainTables.owners`) and expert of the owner."""
+    """The rows of each expert of the domain, int64 on the CPU, by owner (`DomainTables.owners`) and its experts."""
     num_gathered: int
     """Rows of the experts held here."""
     gather_counts: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class HopPlan:
         return bool(self.hops) and self.tokens_per_expert.numel() == 1
 
     def arrived(self, num_tokens: int) -> int:
-        """Rows that have arrived in the end at this rank, which has so many tokens."""
+        """Returns the rows that have arrived in the end at this rank, which has so many tokens."""
         return sum(self.hops[max(self.hops)].received) if self.hops else num_tokens
 
 
@@ -71,7 +71,7 @@ class DomainTables:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The ranks whose experts this rank holds, itself included, in the order in which they are gathered.
+        """Returns the ranks whose experts this rank holds, itself included, in the order in which they are gathered.
 
         Gathered from the outermost level inwards: the offset at the outermost level changes fastest.
         """
@@ -80,7 +80,7 @@ class DomainTables:
         return tuple(sorted(owners, key=lambda one: self._offset[one].flip(0).tolist()))
 
     def region(self, level: int) -> torch.Tensor:
-        """int64 [G]: the region of each rank at a level, counted from 0 with the innermost domain fastest."""
+        """Returns the region of each rank at a level, int64 [G], counted from 0 with the innermost domain fastest."""
         region = torch.zeros(self.domains.world, dtype=torch.int64)
         for outer in range(level + 1):
             region = region * self.domains.domains(outer) + self._domain[:, outer]
@@ -91,11 +91,11 @@ class DomainTables:
         return int(self.region(level).max()) + 1
 
     def region_of_experts(self, level: int) -> torch.Tensor:
-        """int64 [E + 1]: region of each expert; entry E, "no expert", is in none: `num_regions`."""
+        """Returns the region of each expert, int64 [E + 1]; entry E, "no expert", is in none: `num_regions`."""
         return self._of_experts(self.region(level), self.num_regions(level))
 
     def next_domain(self, level: int) -> torch.Tensor:
-        """int64 [E + 1]: the domain to which a row at this rank must hop at a level for each expert.
+        """Returns the domain to which a row at this rank must hop at a level for each expert, int64 [E + 1].
 
         It is the number of domains, "none", for experts that another copy of the token goes to.
         """
@@ -108,7 +108,7 @@ class DomainTables:
 
     @cached_property
     def place_in_domain(self) -> torch.Tensor:
-        """int64 [E + 1]: place of each expert among those this rank holds; their number for all others."""
+        """Returns the place of each expert among those this rank holds, int64 [E + 1]; their number for all others."""
         none = len(self.owners) * self.num_local
         place = torch.full((self.num_experts + 1,), none)
         for position, owner in enumerate(self.owners):
@@ -118,7 +118,7 @@ class DomainTables:
 
     @cached_property
     def arrival_order(self) -> torch.Tensor:
-        """int64 [G]: the place of each rank's rows among those that arrive, where no expert travels."""
+        """Returns the place of each rank's rows among those that arrive, int64 [G], where no expert travels."""
         order = sorted(range(self.domains.world), key=lambda rank: self._place[rank].flip(0).tolist())
         return torch.tensor(order).argsort()
 
@@ -127,7 +127,7 @@ class DomainTables:
 
     @cached_property
     def columns(self) -> tuple[int, ...]:
-        """Where the counts of each level in `levels`, and then those of experts, begin in a rank's row of counts."""
+        """Returns where the counts of each level in `levels`, and of experts, begin in a rank's row of counts."""
         return tuple(accumulate((self.num_regions(level) for level in self.levels), initial=0))
 
     @property

@@ -30,7 +30,7 @@ from megatron_moe_opt.topology.domain_groups import DomainGroups
 
 
 class DeviceTables:
-    """What rows are looked up in, where the rows are; see DomainTables."""
+    """The tables of DomainTables on the device of the rows, which are looked up in them."""
 
     def __init__(self, tables: DomainTables, device: torch.device) -> None:
         self.regions = [(tables.region_of_experts(level).to(device), tables.num_regions(level))
@@ -39,8 +39,8 @@ class DeviceTables:
         self.place_in_domain = tables.place_in_domain.to(device)
 
     def count(self, experts: torch.Tensor, routing_map: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
-        """This rank's row of the counts that `DomainTables.plan` takes, for each part of its tokens, and how many
-        tokens that has: int64 [parts * (num_counts + 1)].
+        """Returns this rank's row of the counts that `DomainTables.plan` takes, for each part of its tokens, and how
+        many tokens that has: int64 [parts * (num_counts + 1)].
 
         Args:
             experts: int64 [T, K] of this rank's tokens.
@@ -55,7 +55,8 @@ class DeviceTables:
     def count_samples(
         self, experts: torch.Tensor, routing_map: torch.Tensor, stretches: Sequence[int], num_samples: int
     ) -> torch.Tensor:
-        """As `count`, of each sample, where parts are stretches of the sequence: int64 [B, parts * num_counts].
+        """Counts what `count` counts, but for each sample, where parts are stretches of the sequence: int64 [B, parts *
+        num_counts].
 
         Args:
             experts, routing_map: as `count` takes them; token s of sample b is row s * B + b.
@@ -68,7 +69,7 @@ class DeviceTables:
 
 
 def present(numbers: torch.Tensor, none: int) -> torch.Tensor:
-    """bool [T, none]: whether a row of `numbers`, int64 [T, K], has each number below `none`."""
+    """Returns whether a row of `numbers`, int64 [T, K], has each number below `none`: bool [T, none]."""
     present = torch.zeros(numbers.size(0), none + 1, dtype=torch.bool, device=numbers.device)
     return present.scatter_(1, numbers, True)[:, :none]
 
@@ -95,17 +96,17 @@ class Hops:
     tables: DeviceTables
     facts: RowFacts
     num_tokens: int
-    """Number of this rank's tokens."""
+    """The number of this rank's tokens."""
     etp: ProcessGroup | None = None
     """The expert-TP group; None where experts are whole."""
     tp: ProcessGroup | None = None
     """The group whose ranks have shared out these tokens, and get back all of them; None: they are this rank's own."""
     copies: dict[int, RowMap] = field(default_factory=dict)
-    """Of the hop at each level, the copies of each row: by destination."""
+    """The copies of each row in the hop at each level: by destination."""
     held: RowMap | None = None
-    """Of the rows that arrived, the rows of each expert held here."""
+    """The rows of each expert held here, of each row that arrived."""
     pairs: torch.Tensor | None = None
-    """int64 [rows of the experts held here]: row that arrived * K + place among its facts."""
+    """The pair that each row of the experts held here is, int64: row that arrived * K + place among its facts."""
 
     lies_in: ClassVar[Mapping[str, str]] = HopStages.lies_in
 
@@ -152,7 +153,7 @@ class Hops:
         return self.num_tokens if name == "rows" else arrived
 
     def outbound(self, prob_dtype: torch.dtype | None) -> FactLayout:
-        """See Way. Probabilities go with the numbers of their experts."""
+        """Returns what Way.outbound says."""
         return self.facts.outbound(prob_dtype is not None)
 
     def homebound(self, prob_dtype: torch.dtype | None) -> FactLayout:
@@ -160,7 +161,7 @@ class Hops:
         return self.facts.homebound(prob_dtype is not None)
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: HopPlan) -> Steps:
-        """See Way. The first way out finds the copies of each row by the facts behind it."""
+        """Does what Way.step_out says."""
         if op.group == EXPERT_TP:
             return steps.all_gather(rows, arrived, plan.gather_counts, self.etp)
         if op.group is not None:
@@ -179,7 +180,7 @@ class Hops:
         return steps.call(copy)
 
     def sort(self, here: AtExperts[HopPlan]) -> Steps:
-        """See Way. The first way out finds which rows that arrived go to which of the experts held here."""
+        """Does what Way.sort says."""
         rows, layout = here.rows, here.layout
 
         def select() -> None:

@@ -21,15 +21,16 @@ class Along:
     """Rows that go along with a chunk from where its tokens are now."""
 
     own: torch.Tensor
-    """int64 [tokens of this rank], their numbers."""
+    """The numbers of this rank's tokens that go along, int64."""
     keys: torch.Tensor
-    """int64 [the same], their keys."""
+    """The keys of these tokens, int64."""
     others: torch.Tensor
-    """int64 [tokens of the other ranks of expert-TP], theirs: in the sums over it, all have the same rows."""
+    """The keys of the tokens of the other ranks of expert-TP, int64: in the sums over it, all have the same rows."""
 
 
 class NewHomes:
-    """Where each token of each rank goes, and in which order tokens arrive from there: by the rank of expert-TP first.
+    """The new rank of each token of each rank, and the order in which tokens arrive there: by the rank of expert-TP
+    first.
 
     Ranks are those of the joint group.
     """
@@ -78,7 +79,7 @@ class NewHomes:
         return Along(own, of_own, torch.cat([of_own[:0], *keys]))
 
     def keys(self, ranks: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """int64 [R] of tokens, by the rank on which they were, and their number there."""
+        """Returns the keys of tokens, int64 [R], by the rank on which they were, and their number there."""
         if not self._counts.equal:  # all stay
             return self._place[ranks] * self._room + numbers
         batch = self._move.size(2)

@@ -1,4 +1,4 @@
-"""This rank's own rows, where they come from and return to: tokens to rows on the wire, and back."""
+"""This rank's own rows where they come from and return to: its tokens become rows on the wire, and come back."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from megatron_moe_opt.runtime.rows.wire_rows import WireRows, off_wire, onto_wir
 
 
 class Source(Protocol):
-    """What becomes of a rank's tokens on the wire, and of rows that return. Not differentiable."""
+    """Makes rows on the wire from a rank's tokens, and takes what returns. Not differentiable."""
 
     def pack(self, tokens_TH: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """Tokens and probabilities to rows on their way to the experts."""
+        """Packs tokens and probabilities into rows on their way to the experts."""
 
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of those rows, as they return, to those of tokens and probabilities."""
+        """Unpacks the gradients of those rows, as they return, into those of tokens and probabilities."""
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """Outputs, as they return, to those of tokens [T, H]."""
+        """Sums outputs, as they return, to those of tokens [T, H]."""
 
     def spread(self, grad_TH: torch.Tensor) -> torch.Tensor:
-        """Gradients of these to rows on their way to the experts."""
+        """Makes rows on their way to the experts from the gradients of these sums."""
 
 
 @dataclass(frozen=True)
 class PermutedRows(Source):
-    """A row for each expert of a token."""
+    """A source with a row for each expert of a token."""
 
     row_map: RowMap
     payload: Payload
@@ -50,11 +50,11 @@ class PermutedRows(Source):
         return layout.sum_tokens(rows, self.row_map), unpermute_probs(rows, self.row_map, self.prob_dtype)
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """See Source: a token's rows are added in the order of its experts, in float32."""
+        """Does what Source.sums says: a token's rows are added in the order of its experts, in float32."""
         return self._homebound(None).sum_tokens(rows, self.row_map)
 
     def spread(self, grad_TH: torch.Tensor) -> torch.Tensor:
-        """See Source. A gradient is narrowed once, whatever its rows."""
+        """Does what Source.spread says."""
         layout = RowLayout(self.payload, self.payload.wire.dispatch, None)
         narrow = layout.narrow(grad_TH)
         if layout.wire.block is None:
@@ -67,7 +67,7 @@ class PermutedRows(Source):
 
 @dataclass(frozen=True)
 class TokensWithFacts(Source):
-    """A row for each token, whose experts are behind it. What returns is summed already, in the tokens' dtype.
+    """A source with a row for each token, its experts behind it. What returns is summed already, in the tokens' dtype.
 
     Of tokens that a TP group shares out, the rows of this rank's share set out, and those of all tokens come back.
     """
@@ -114,7 +114,7 @@ class OwnRows:
         return onto_wire(self.wire, self.source.pack, self.source.unpack, tokens_TH, probs)
 
     def unpermute(self, returned: torch.Tensor) -> torch.Tensor:
-        """Takes what has returned off the wire, given what stands for it: [T, H]. Differentiable once."""
+        """Takes what has returned off the wire, given what stands for it: returns [T, H]. Differentiable once."""
         return off_wire(returned, self.wire, self.source.sums, self.source.spread)
 
 

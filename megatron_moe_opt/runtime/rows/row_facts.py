@@ -19,31 +19,31 @@ from megatron_moe_opt.runtime.rows.row_layout import Layout, Payload
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What is behind the tokens of a layer."""
+    """The layouts of what travels behind the tokens of a layer: the facts."""
 
     payload: Payload
     topk: int
     prob_dtype: torch.dtype
     has_notes: bool = False
-    """Whether on the way to the experts an int64 is behind those, whatever it says of the token."""
+    """Whether an int64 is behind these on the way to the experts, whatever it says of the token."""
 
     @property
     def prob_bytes(self) -> int:
-        """Bytes that the K probabilities of a token take in its row."""
+        """Returns the bytes that the K probabilities of a token take in its row."""
         return self.topk * self.prob_dtype.itemsize
 
     @property
     def first_note(self) -> int:
-        """Bytes of a lane before the note."""
+        """Returns the bytes of a lane before the note."""
         return self.prob_bytes + self.topk * torch.int32.itemsize
 
     def outbound(self, has_facts: bool = True) -> FactLayout:
-        """The layout of rows to the experts: tokens with their facts, or gradients of outputs without any."""
+        """Returns the layout of rows to the experts: tokens with their facts, or gradients of outputs without any."""
         lane = self.first_note + 8 * self.has_notes
         return FactLayout(self, self.payload.wire.dispatch, lane * has_facts)
 
     def homebound(self, has_probs: bool) -> FactLayout:
-        """Of rows back: sums of outputs, or of gradients with those of probabilities."""
+        """Returns the layout of rows back: sums of outputs, or of gradients with those of probabilities."""
         return FactLayout(self, self.payload.wire.combine, self.prob_bytes * has_probs)
 
 
@@ -66,13 +66,13 @@ class FactLayout(Layout):
 
     @property
     def at_source(self) -> FactLayout:
-        """See Layout: the last sum of a token has its dtype."""
+        """Returns what Layout says: the last sum of a token has its dtype."""
         return FactLayout(self.facts, WireFormat.SAME, self.num_bytes)
 
     def pack(
         self, tokens: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, notes: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """tokens [T, H], probs [T, K], experts int32 [T, K], notes int64 [T] where there are any -> [T, width]."""
+        """Packs tokens [T, H], probs [T, K], experts int32 [T, K] and, if any, notes int64 [T] into rows [T, width]."""
         rows = self.empty_rows(tokens.size(0), tokens)
         self.write(tokens, rows)
         self.write_facts(rows, probs, experts, notes)
@@ -85,7 +85,7 @@ class FactLayout(Layout):
         experts: torch.Tensor | None = None,
         notes: torch.Tensor | None = None,
     ) -> None:
-        """probs [R, K] and, where they have any, experts int32 [R, K] and notes int64 [R] -> the lanes of rows."""
+        """Writes probs [R, K] and, if given, experts int32 [R, K] and notes int64 [R] to the lanes of rows."""
         facts = self.facts
         first = facts.prob_bytes
         self.of_lane(rows, 0, first).copy_(probs.contiguous().view(torch.uint8))
@@ -96,7 +96,7 @@ class FactLayout(Layout):
             self.of_lane(rows, facts.first_note, 8).copy_(notes.view(torch.uint8).view(-1, 8))
 
     def take(self, layout: FactLayout, rows: torch.Tensor, written: torch.Tensor) -> None:
-        """Rows of another layout -> `written` of this one, which has the same facts."""
+        """Copies rows of another layout, which has the same facts, to `written` of this one."""
         self.write(layout.tokens(rows), written)
         if self.has_probs:
             self.write_facts(written, layout.probs(rows))
@@ -106,17 +106,17 @@ class FactLayout(Layout):
         return self.numbers_of_lane(rows, 0, self.facts.prob_bytes, self.facts.prob_dtype)
 
     def experts(self, rows: torch.Tensor) -> torch.Tensor:
-        """[R, width] -> int64 [R, K], on the way to the experts."""
+        """Reads the experts, int64 [R, K], from rows [R, width] on the way to the experts."""
         first = self.facts.prob_bytes
         return self.numbers_of_lane(rows, first, self.facts.first_note - first, torch.int32).long()
 
     def notes(self, rows: torch.Tensor) -> torch.Tensor:
-        """[R, width] -> int64 [R], on the way to the experts."""
+        """Reads the notes, int64 [R], from rows [R, width] on the way to the experts."""
         return self.numbers_of_lane(rows, self.facts.first_note, 8, torch.int64).view(-1)
 
 
 def experts_of_tokens(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
-    """int64 [T, K]: the experts of each token, ascending, and E, "no expert", in the places that remain.
+    """Returns the experts of each token, int64 [T, K], ascending, and E, "no expert", in the places that remain.
 
     Args:
         routing_map: bool [T, E].

@@ -28,7 +28,7 @@ class Payload:
 
     @classmethod
     def of(cls, tokens: torch.Tensor, wire: Wire = SAME) -> Payload:
-        """Of tokens [T, H]; bf16 on the wire changes nothing of rows in bfloat16."""
+        """Returns the payload of tokens [T, H]; bf16 on the wire changes nothing of rows in bfloat16."""
         return cls(tokens.size(1), tokens.dtype, wire.of_rows(tokens.dtype is torch.bfloat16))
 
 
@@ -74,8 +74,8 @@ class Layout:
         return empty((num_rows, self.width), self.wire_dtype, like.device)
 
     def blank_rows(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
-        """As `empty_rows`, with zeros in the lanes, whose bytes are not all written: what looks for NaNs in what is
-        sent, or for bytes that nobody has written, finds none.
+        """Returns what `empty_rows` returns, but with zeros in the lanes, whose bytes are not all written: what looks
+        for NaNs in what is sent, or for bytes that nobody has written, finds none.
         """
         rows = self.empty_rows(num_rows, like)
         if self.row_bytes > self.lane:
@@ -83,7 +83,9 @@ class Layout:
         return rows
 
     def narrow(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[R, H] in the rows' dtype -> [R, width], without what the lane holds; the same memory where it can be."""
+        """Returns [R, H] in the rows' dtype as [R, width], without what the lane holds; the
+        same memory where it can be.
+        """
         if self.wire is WireFormat.SAME and self.row_bytes == self.lane:
             return tokens
         rows = self.empty_rows(tokens.size(0), tokens)
@@ -91,14 +93,14 @@ class Layout:
         return rows
 
     def write(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-        """tokens [R, H] -> the payload of rows [R, width]."""
+        """Writes tokens [R, H] to the payload of rows [R, width]."""
         if self.wire is WireFormat.SAME:
             rows[:, : self.hidden] = tokens
         else:
             narrow_rows(tokens, self.wire, rows)
 
     def tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """[R, width] -> [R, H] in the rows' dtype; the same memory where it can be."""
+        """Returns the tokens [R, H] of rows [R, width] in the rows' dtype; the same memory where it can be."""
         if self.wire is WireFormat.SAME:
             return rows[:, : self.hidden]
         tokens = empty((rows.size(0), self.hidden), self.dtype, rows.device)
@@ -106,31 +108,33 @@ class Layout:
         return tokens
 
     def select(self, rows: torch.Tensor, sources: torch.Tensor, tokens: torch.Tensor) -> None:
-        """rows[sources] -> tokens [N, H], in the rows' dtype."""
+        """Copies the tokens of rows[sources] to tokens [N, H], in the rows' dtype."""
         gather_rows(rows, self.wire, sources, tokens)
 
     def sum_rows(self, rows: torch.Tensor, row_map: RowMap, written: torch.Tensor, target: Layout) -> None:
-        """The sums of these rows by a map, to the payload of `written`, which are of the layout `target`: taken in
-        float32 and rounded once.
+        """Sums these rows by a map to the payload of `written`, of the layout `target`: in
+        float32, and rounded once.
         """
         sum_packed_rows(rows, self.hidden, row_map, self.wire, written, target.wire)
 
     def sum_tokens(self, rows: torch.Tensor, row_map: RowMap) -> torch.Tensor:
-        """As `sum_rows`: returns [T, H] in the rows' dtype."""
+        """Sums rows as `sum_rows` does, and returns the tokens [T, H] in the rows' dtype."""
         return sum_packed_rows(rows, self.hidden, row_map, self.wire, dtype=self.dtype)
 
     def of_lane(self, rows: torch.Tensor, first: int, num_bytes: int) -> torch.Tensor:
-        """[R, width] -> uint8 [R, num_bytes] of the lane, the same memory."""
+        """Returns these bytes of the lane of rows [R, width], uint8 [R, num_bytes]: the same memory."""
         lane = rows[:, self.lane // self.wire_dtype.itemsize :].view(torch.uint8)
         return lane[:, first : first + num_bytes]
 
     def numbers_of_lane(self, rows: torch.Tensor, first: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same bytes as numbers of a type, [R, numbers]: a copy, as they need not be aligned to it in a row."""
+        """Returns those bytes as numbers of a type, [R, numbers]: a copy, as in a row they
+        need not be aligned to it.
+        """
         return self.of_lane(rows, first, num_bytes).clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def rounding(tokens: torch.Tensor, wire: WireFormat) -> torch.Tensor:
-    """float64 [2], where tokens [R, H] are: the squares of what a format of the wire loses of them, and of them."""
+    """Returns the squares of what a wire format loses of tokens [R, H], and of these: float64 [2], on their device."""
     layout = Layout(Payload(tokens.size(1), tokens.dtype), wire)
     lost = layout.tokens(layout.narrow(tokens)).double() - tokens.double()
     return torch.stack([lost.square().sum(), tokens.double().square().sum()])
@@ -147,7 +151,7 @@ class AtExperts(Generic[Plan]):
     probs: torch.Tensor | None
     """Probabilities or their gradients, [N]; None: the rows carry none."""
     notes: torch.Tensor | None
-    """int32 [N], to be filled from the lanes; None: nobody wants them."""
+    """The notes, int32 [N], to be filled from the lanes; None: nobody wants them."""
     plan: Plan
     chunk: int
     layout: Layout
@@ -155,14 +159,14 @@ class AtExperts(Generic[Plan]):
 
 
 class RowLayout(Layout):
-    """With prob_dtype, the bits of a probability are in the lane."""
+    """The layout of a row for one expert of a token: with prob_dtype, the bits of a probability are in the lane."""
 
     def __init__(self, payload: Payload, wire: WireFormat, prob_dtype: torch.dtype | None) -> None:
         has_probs = prob_dtype is not None
         super().__init__(payload, wire, LANE_BYTES * has_probs, (1, prob_dtype) if has_probs else None)
 
     def split(self, here: AtExperts, chunk: ChunkPlan) -> Steps:
-        """Rows in arrival order -> tokens (and probabilities, and notes) in expert order."""
+        """Moves rows in arrival order to tokens (and probabilities, and notes) in expert order."""
         step = self._move(here.rows, self.wire, here.tokens, WireFormat.SAME, chunk.by_expert)
         for first_byte, column in ((self.lane, here.probs), (self.lane + NOTE_BYTE, here.notes)):
             if column is not None:
@@ -170,7 +174,7 @@ class RowLayout(Layout):
         return step
 
     def join(self, here: AtExperts, chunk: ChunkPlan) -> Steps:
-        """The inverse of `split`; what the probability leaves of its lane stays as it is, see `blank_rows`."""
+        """Does the inverse of `split`; what the probability leaves of its lane stays as it is, see `blank_rows`."""
         by_source, probs = chunk.by_expert.inverse(), here.probs
         step = self._move(here.tokens, WireFormat.SAME, here.rows, self.wire, by_source)
         if probs is not None:
@@ -180,7 +184,7 @@ class RowLayout(Layout):
     def _move(
         self, source: torch.Tensor, there: WireFormat, target: torch.Tensor, here: WireFormat, chunks: ChunkList
     ) -> Steps:
-        """Hidden elements, from rows in one format to rows in another."""
+        """Moves hidden elements from rows in one format to rows in another."""
         if self.wire is WireFormat.SAME:
             return steps.copy_columns(source, 0, target, 0, self.lane, chunks)
         return steps.convert_rows(source, there, target, here, self.hidden, chunks)

@@ -24,12 +24,13 @@ class SampleCounts:
     """The counts of all samples, on the CPU and the same on all ranks."""
 
     rows: torch.Tensor
-    """int64 [ep_size, etp_size, B, experts] rows of each part of a sample for each expert. B is the most samples that a
-    rank has; others have zeros behind their own."""
+    """The rows of each part of a sample for each expert, int64 [ep_size, etp_size, B, experts]. B is the most samples
+    that a rank has; others have zeros behind their own.
+    """
     parts: torch.Tensor
-    """int64 [ep_size, etp_size, B] tokens of each part of a sample; 0: the rank has no such sample."""
+    """The tokens of each part of a sample, int64 [ep_size, etp_size, B]; 0: the rank has no such sample."""
     unlike: torch.Tensor
-    """bool [ep_size, etp_size] which ranks' samples are masked in another way than all others."""
+    """Whether a rank's samples are masked in another way than all others, bool [ep_size, etp_size]."""
 
     @property
     def equal(self) -> bool:
@@ -39,7 +40,7 @@ class SampleCounts:
 
 @dataclass
 class Room:
-    """For how many samples of a rank messages have room; shared by layers whose passes have the same samples."""
+    """How many samples of a rank messages have room for; shared by layers whose passes have the same samples."""
 
     samples: int = 0
 

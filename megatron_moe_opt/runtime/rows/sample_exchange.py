@@ -94,7 +94,9 @@ class SampleReturn:
 
 
 def _by_expert_rank(counts: torch.Tensor, ep_size: int, identity_rows: torch.Tensor | None) -> torch.Tensor:
-    """[ep, etp, B, experts] -> [ep, etp, B, ep of the expert, local experts and, where there is one, the identity]."""
+    """Returns counts [ep, etp, B, experts] by the EP rank of the expert: [ep, etp, B, ep of the expert, local experts
+    and, where there is one, the identity].
+    """
     counts = counts.view(*counts.shape[:3], ep_size, -1)
     if identity_rows is None:
         return counts
@@ -105,7 +107,7 @@ def _by_expert_rank(counts: torch.Tensor, ep_size: int, identity_rows: torch.Ten
 
 
 def _cut(blocks: torch.Tensor, num_chunks: int) -> torch.Tensor:
-    """int64 [..., B], rows of blocks that lie one behind the other -> [num_chunks, ..., B], contiguous."""
+    """Cuts rows of blocks that lie one behind the other, int64 [..., B], to [num_chunks, ..., B], contiguous."""
     ends = blocks.cumsum(-1)
     bounds = cut_counts(ends[..., -1:], num_chunks).cumsum(0)
     upto = ends.minimum(torch.cat([torch.zeros_like(bounds[:1]), bounds]))  # rows of no block behind, and no chunk
@@ -113,7 +115,9 @@ def _cut(blocks: torch.Tensor, num_chunks: int) -> torch.Tensor:
 
 
 def _plan(own: torch.Tensor, arriving: torch.Tensor, by_expert: ChunkList, etp_rank: int) -> ExchangePlan:
-    """own: [chunk, ep, local, B] rows that this rank will get; arriving: [chunk, etp, ep, local, B] that it sends."""
+    """Plans the exchange from the rows that this rank will get, own: [chunk, ep, local, B], and those that arrive here
+    to be sent there, arriving: [chunk, etp, ep, local, B].
+    """
     sent, arrives = own.sum((2, 3)), arriving.sum((3, 4))  # [chunk, ep], [chunk, etp, ep]
     sizes = torch.stack([sent.sum(1), arrives[:, etp_rank].sum(1), arrives.sum((1, 2))], dim=1)
     firsts = (sizes.cumsum(0) - sizes).tolist()
@@ -123,7 +127,7 @@ def _plan(own: torch.Tensor, arriving: torch.Tensor, by_expert: ChunkList, etp_r
 
 
 def to_new_homes(rows: torch.Tensor, tokens: torch.Tensor, way: SampleReturn) -> torch.Tensor:
-    """Expert outputs to the ranks where their samples will be, summed there by token. Differentiable.
+    """Sends expert outputs to the ranks where their samples will be, summed there by token. Differentiable.
 
     Args:
         rows: [N, H], sorted by local expert (the identity expert last) and source, as experts have them.
@@ -149,8 +153,8 @@ def to_new_homes(rows: torch.Tensor, tokens: torch.Tensor, way: SampleReturn) ->
 
 
 def move_samples(samples: torch.Tensor, items: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
-    """Samples as they are, in their dtype, from the ranks that have them to those where they will be. Differentiable;
-    a collective call over the joint group, unless all stay.
+    """Sends samples as they are, in their dtype, from the ranks that have them to those where they will be.
+    Differentiable; a collective call over the joint group, unless all stay.
 
     Args:
         samples: [S, B, H], of this rank's parts.

@@ -30,7 +30,7 @@ from megatron_moe_opt.runtime.rows.token_hops import TokenHops
 
 
 class HoppingSamples(MovingRows):
-    """One row a token, over the levels of the network."""
+    """Moves one row a token over the levels of the network."""
 
     def __init__(
         self, hops: TokenHops, routing_map: torch.Tensor, shape: tuple[int, int], num_chunks: int, apart: bool = False

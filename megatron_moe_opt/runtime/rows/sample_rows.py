@@ -32,7 +32,7 @@ class MovingRows(Protocol):
     """What travels of this rank's samples in one forward pass. Its steps are taken in turn."""
 
     counts: torch.Tensor
-    """int64 [B, columns], what all ranks have to know of each sample."""
+    """What all ranks have to know of each sample, int64 [B, columns]."""
 
     def pack(self, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Makes of this rank's tokens [T, H], before normalisation where rows have the residual in them, and
@@ -133,7 +133,8 @@ class RowsByExpert(MovingRows):
 
 
 def check_tokens_have_rows(has: torch.Tensor) -> None:
-    """A token without an expert would lose its residual. Raises ValueError; on CUDA an assertion on the device.
+    """Refuses tokens without an expert, which would lose their residual: raises ValueError; on CUDA an assertion on the
+    device.
 
     Args:
         has: bool [T].

@@ -25,20 +25,20 @@ from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 @dataclass(frozen=True)
 class HoppingRows:
-    """What is known of the tokens of one forward pass of a rank, as rows."""
+    """The tokens of one forward pass of a rank as rows, and what is known of them."""
 
     own: OwnRows
     facts: RowFacts
     parts: tuple[int, ...]
-    """Rows that hop together, one part after another."""
+    """The numbers of rows that hop together, one part after another."""
     counts: torch.Tensor
-    """int64 [parts * (num_counts + 1)], see DeviceTables.count."""
+    """The counts of the parts, int64 [parts * (num_counts + 1)], see DeviceTables.count."""
     tp: ProcessGroup | None = None
     """The group that has shared out its tokens and gets back those of all its ranks; None: they are a rank's own."""
 
 
 class TokenHops:
-    """Where the tokens of a layer hop."""
+    """Sends the tokens of a layer from domain to domain."""
 
     def __init__(
         self, groups: DomainGroups, experts: ExpertGroups, num_experts: int, topk: int, wire: Wire = SAME
@@ -92,12 +92,12 @@ class TokenHops:
         return own.pack(tokens_TH, probs_TK), HoppingRows(own, facts, parts, counts, tp)
 
     def probs_of(self, probs_TE: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """[T, K], differentiable: the probabilities of each token's experts, int64 [T, K], see experts_of_tokens."""
+        """Returns the probabilities [T, K] of tokens' experts, int64 [T, K], see experts_of_tokens. Differentiable."""
         routed = experts < self.num_experts
         return probs_TE.gather(1, experts.clamp(max=self.num_experts - 1)).masked_fill(~routed, 0)
 
     def exchanges(self, counts: torch.Tensor, rows: HoppingRows) -> tuple[Exchange[HopPlan], ...]:
-        """Who sends which rows to whom, for each part of them.
+        """Returns who sends which rows to whom, for each part of them.
 
         Args:
             counts: int64 [joint size, parts * (num_counts + 1)] on the CPU, of all ranks of the joint group.
@@ -110,7 +110,7 @@ class TokenHops:
         )
 
     def plan(self, counts: torch.Tensor) -> tuple[HopPlan, ...]:
-        """The plans of all parts; counts of the ranks of the joint group, as `DomainTables.plan` takes them."""
+        """Returns the plans of all parts, from the joint group's counts as `DomainTables.plan` takes them."""
         return self.tables.plan(counts, self.experts.etp_rank)
 
     def on_device(self, device: torch.device) -> DeviceTables:

@@ -31,51 +31,55 @@ Plan = TypeVar("Plan", contravariant=True)
 
 
 class Way(Protocol[Plan]):
-    """How rows reach the ranks of their experts and come back, by a plan of counts that all ranks agree on: of these
-    here an ExchangePlan, of hops (hop_way.py) a HopPlan. A tensor holds the rows of all chunks of a plan.
+    """How rows reach the ranks of their experts and come back, by a plan of counts that all ranks agree on: an
+    ExchangePlan for the ways here, a HopPlan for hops (hop_way.py). A tensor holds the rows of all chunks of a plan.
     """
 
     @property
     def groups(self) -> Any:
-        """The groups between whose ranks rows move: ExpertGroups, or DomainGroups of hops."""
+        """Returns the groups between whose ranks rows move: ExpertGroups, or DomainGroups of hops."""
 
     @property
     def lies_in(self) -> Mapping[str, str]:
-        """The buffers that are in the memory of another one."""
+        """Returns the buffers that are in the memory of another one, by name."""
 
     def dispatch(self, plan: Plan, row_bytes: int) -> MovingSchedule:
-        """The schedule of rows to their experts, chunk by chunk."""
+        """Returns the schedule of rows to their experts, chunk by chunk."""
 
     def combine(self, plan: Plan, row_bytes: int) -> MovingSchedule:
-        """The schedule of rows back to their sources."""
+        """Returns the schedule of rows back to their sources."""
 
     @property
     def stages(self) -> Stages:
-        """Those of a partition that goes through its experts in a pipeline with others."""
+        """Returns the stages of a partition that goes through its experts in a pipeline with others."""
 
     def rows_of(self, plan: Plan) -> Partition:
-        """The rows of a plan, as those stages take them."""
+        """Returns the rows of a plan, as those stages take them."""
 
     def num_rows(self, buffer: str, plan: Plan, chunk: int) -> int:
-        """Rows that a buffer has to hold; of `parts`, for one chunk."""
+        """Returns the number of rows that a buffer has to hold; of `parts`, for one chunk."""
 
     def outbound(self, prob_dtype: torch.dtype | None) -> Layout:
-        """Of rows [R, W] to the experts: packed ones or, without prob_dtype, gradients of outputs."""
+        """Returns the layout of rows [R, W] to the experts: packed ones or, without prob_dtype, output gradients."""
 
     def homebound(self, prob_dtype: torch.dtype | None) -> Layout:
-        """Of rows back: sums of outputs or, with prob_dtype, of gradients of packed rows."""
+        """Returns the layout of rows back: sums of outputs or, with prob_dtype, of gradients of packed rows."""
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: Plan) -> Steps:
-        """What an op does on the way to the experts, but the one that sorts by expert."""
+        """Returns what an op does on the way to the experts, but for the one that sorts by expert."""
 
     def sort(self, here: AtExperts[Plan]) -> Steps:
-        """What the op does that sorts by expert: rows as they arrived to tokens, probabilities and notes."""
+        """Returns what the op does that sorts by expert: rows as they arrived become tokens,
+        probabilities and notes.
+        """
 
     def unsort(self, here: AtExperts[Plan]) -> Steps:
-        """What the op does that sorts by source: outputs or gradients to rows in the order in which theirs arrived."""
+        """Returns what the op does that sorts by source: outputs or gradients get the order in
+        which their rows arrived.
+        """
 
     def step_back(self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: Plan, layout: Any) -> Steps:
-        """What any op does on the way back, but the one that sorts by source.
+        """Returns what any op does on the way back, but for the one that sorts by source.
 
         Args:
             reads: the tensors behind `op.reads`.
@@ -84,7 +88,7 @@ class Way(Protocol[Plan]):
 
 
 class _RowForEveryExpert:
-    """What ways have in common on which a token makes a row for each of its experts."""
+    """What those ways have in common on which a token makes a row for each of its experts."""
 
     payload: Payload
 
@@ -111,11 +115,11 @@ class _RowForEveryExpert:
 
 @dataclass(frozen=True)
 class EpThenExpertTp(_RowForEveryExpert):
-    """MoNTA's: all-to-all over EP, then all-gather over expert-TP; back, a reduce-scatter and an all-to-all."""
+    """MoNTA's way: all-to-all over EP, then all-gather over expert-TP; back, reduce-scatter and all-to-all."""
 
     groups: ExpertGroups
     level: str
-    """MoNTA's, of the lanes of a pipeline of chunks."""
+    """The level of MoNTA's pipeline of chunks, which decides the lanes."""
     payload: Payload
 
     lies_in: ClassVar[Mapping[str, str]] = monta.AllToAllAndGather.lies_in
@@ -169,7 +173,8 @@ class EpThenExpertTp(_RowForEveryExpert):
 
 @dataclass(frozen=True)
 class EpWithExpertTp(_RowForEveryExpert):
-    """Parm's: one all-to-all over both groups, to all shards of an expert at once; back, all their parts and their sum.
+    """Parm's way: one all-to-all over both groups, to all shards of an expert at once; back, all their parts and their
+    sum.
 
     Rows that all ranks of a TP group have go to their experts once: each rank sends its part of them, and they come
     back to all ranks, in one chunk, whose ops are numbered by phase. Ranks of the joint group are in the order of (EP
@@ -183,7 +188,7 @@ class EpWithExpertTp(_RowForEveryExpert):
 
     @property
     def lies_in(self) -> Mapping[str, str]:
-        """A sum is this rank's own part of what all ranks get."""
+        """Returns where a sum lies: it is this rank's own part of what all ranks get."""
         return {"summed": "rows"}
 
     def dispatch(self, plan: ExchangePlan, row_bytes: int) -> MovingSchedule:
@@ -248,12 +253,12 @@ class EpWithExpertTp(_RowForEveryExpert):
         return steps.exchange(reads[0], arrivals[own], written, from_[own], groups.etp, "reduce_scatter")
 
     def _peers(self, phase: int) -> range:
-        """The EP ranks from which rows come back in a phase; of phase -p: those that get theirs in p."""
+        """Returns the EP ranks from which rows come back in a phase; of phase -p: those that get theirs in p."""
         everybody = range(self.groups.ep_size)
         return everybody if self.parts is None else self.parts.peers(self.groups.ep_rank, phase)
 
     def _brought(self, chunk: ChunkPlan, phase: int) -> tuple[int, list[int]]:
-        """The first of the own rows that come back in a phase, and how many from each EP rank."""
+        """Returns the first of the own rows that come back in a phase, and how many come from each EP rank."""
         senders = self._peers(phase)
         counts = [count if peer in senders else 0 for peer, count in enumerate(chunk.send_counts)]
         return self._first_own(chunk) + sum(chunk.send_counts[: senders.start]), counts
@@ -262,7 +267,7 @@ class EpWithExpertTp(_RowForEveryExpert):
         return chunk.first_sent + (0 if self.parts is None else self.parts.first_own)
 
     def _arrivals(self, chunk: ChunkPlan) -> Blocks:
-        """For each rank of the joint group, the place of its rows among those of this rank's experts."""
+        """Returns the place of the rows of each rank of the joint group among those of this rank's experts."""
         groups, first, by_shard = self.groups, chunk.first_gathered, []
         for counts in chunk.arriving_counts:
             by_shard.append(blocks_of(counts, first))
@@ -271,7 +276,7 @@ class EpWithExpertTp(_RowForEveryExpert):
 
 
 def way_of(groups: ExpertGroups, level: str | None, payload: Payload) -> Way:
-    """The way of MoNTA at a level of its pipelining; without one, Parm's."""
+    """Returns the way of MoNTA at a level of its pipelining; without one, Parm's."""
     return EpWithExpertTp(groups, payload) if level is None else EpThenExpertTp(groups, level, payload)
 
 

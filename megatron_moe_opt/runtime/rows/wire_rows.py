@@ -19,7 +19,7 @@ from megatron_moe_opt.kernels.streams import used_here
 
 @dataclass
 class WireRows:
-    """Rows of one pass on the wire, and later their gradients. Who takes either has it alone, on whatever stream."""
+    """The rows of one pass on the wire, and later their gradients. Who takes either has it alone, on any stream."""
 
     rows: torch.Tensor | None = None
     gradients: torch.Tensor | None = None

@@ -22,8 +22,9 @@ from megatron_moe_opt.runtime.travelling_experts.arrived_experts import Borrowed
 from megatron_moe_opt.schedules.mpmoe import Restore
 
 TakeGradient = Callable[[int, torch.Tensor | None], None]
-"""Gets the number of a parameter and its gradient. None: an operation has used the parameter and has no gradient for
-autograd, because it adds to the parameter's main_grad itself."""
+"""A function that takes the number of a parameter and its gradient. None: an operation has used the parameter and has
+no gradient for autograd, because it adds to the parameter's main_grad itself.
+"""
 
 
 @dataclass
@@ -31,27 +32,29 @@ class Experts:
     """The experts of one rank and layer."""
 
     run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
-    """tokens [R, H], rows of each expert held here (int64, CPU), probabilities [R], parameters of other ranks' experts
-    -> outputs [R, H].
+    """Runs the experts: takes tokens [R, H], rows of each expert held here (int64, CPU), probabilities [R] and
+    parameters of other ranks' experts, and returns outputs [R, H].
     """
     parameters: tuple[torch.Tensor, ...]
     """The parameters that get a gradient."""
     constants: tuple[torch.Tensor, ...] = ()
-    """What they have besides, and no call of theirs makes: frozen parameters and buffers."""
+    """What the experts have besides, and no call of theirs makes: frozen parameters and buffers."""
     borrowed: BorrowedExperts | None = None
-    """Those of other ranks that are held here in this pass; None: no expert travels."""
+    """The experts of other ranks that are held here in this pass; None: no expert travels."""
     stand_ins: tuple[torch.Tensor, ...] = ()
-    """Of the borrowed experts' parameters, for autograd, which gives them their gradients: no call uses them."""
+    """Stand-ins for the borrowed experts' parameters, through which autograd hands over
+    gradients: no call uses them.
+    """
     products: tuple[Products, ...] = ()
-    """Those of their matrix products between which nothing but an activation is saved, in any order."""
+    """The pairs of matrix products between which nothing but an activation is saved, in any order."""
     middle_row_bytes: int = 0
-    """T_M bytes of a row that are offloaded, as far as an offload has shown them."""
+    """The bytes of T_M of a row that are offloaded, as far as an offload has shown them."""
     activation_row_bytes: int = 0
-    """Bytes of a row that are computed again, as far as an offload has shown them."""
+    """The bytes of a row that are computed again, as far as an offload has shown them."""
 
     @property
     def trained(self) -> tuple[torch.Tensor, ...]:
-        """All that get a gradient, in the order of the numbers that TakeGradient gets."""
+        """Returns all that gets a gradient, in the order of the numbers that TakeGradient gets."""
         return *self.parameters, *self.stand_ins
 
     def borrow(self) -> list[torch.Tensor]:
@@ -86,7 +89,7 @@ class ExpertCall:
         self._exit: torch.Tensor | None = None
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [R, H] -> outputs [R, H], without a graph to the outside."""
+        """Returns the outputs [R, H] of tokens [R, H], without a graph to the outside."""
         if self._middle is Restore.RECOMPUTE:
             with torch.no_grad():
                 return self._experts.run(tokens, self._tokens_per_expert, self._probs, self._experts.borrow())
@@ -113,7 +116,7 @@ class ExpertCall:
     def backward(
         self, tokens: torch.Tensor, grad_output: torch.Tensor, take: TakeGradient
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of tokens [R, H] and probabilities [R]. Once.
+        """Returns the gradients of tokens [R, H] and probabilities [R]. Can be called once.
 
         Args:
             tokens: as in the forward pass, wherever they are now.
@@ -136,7 +139,7 @@ class ExpertCall:
         return gradients.tokens, gradients.probs
 
     def hand_over_middle(self) -> list[torch.Tensor]:
-        """T_M, which this call then holds no longer: as many tensors whenever experts do the same."""
+        """Returns T_M, which this call then holds no longer: as many tensors whenever experts do the same."""
         return self._saved.hand_over()
 
     def take_back_middle(self, middle: Iterator[torch.Tensor]) -> None:
@@ -149,15 +152,15 @@ class ExpertCall:
         self._experts.middle_row_bytes, self._experts.activation_row_bytes = of_row
 
     def free_middle(self) -> None:
-        """Frees T_M on the device, for who computes and has waited for its copy."""
+        """Frees T_M on the device; for a caller who computes and has waited for its copy."""
         self._saved.free()
 
     def make_room_for_middle(self) -> None:
-        """Takes memory for T_M, for who computes: others fill it while that goes on."""
+        """Takes memory for T_M; for a caller who computes while others fill it."""
         self._saved.make_room()
 
     def fetch_middle(self) -> None:
-        """What was offloaded of T_M, back to the device, where there is room for it."""
+        """Copies what was offloaded of T_M back to the device, where there is room for it."""
         self._saved.fetch()
 
     def _record(self, tokens: torch.Tensor, hooks: AbstractContextManager[Any]) -> torch.Tensor:
@@ -172,14 +175,15 @@ class ExpertCall:
         return output.detach()
 
     def _without_borrowed(self) -> AbstractContextManager[Any]:
-        """In this context operations save what they save anyhow, but no borrowed expert: it may be dropped."""
+        """Returns a context in which operations save what they save anyhow, but no borrowed expert: it may go."""
         borrowed = self._experts.borrowed
         return nullcontext() if borrowed is None else borrowed.arrived.hooks()
 
 
 @contextmanager
 def _taking(parameters: Sequence[torch.Tensor], take: TakeGradient) -> Iterator[set[int]]:
-    """Inside this context gradients of parameters are taken as they arise. Yields the numbers of those that were.
+    """Takes gradients of parameters as they arise inside the context. Yields the numbers of the parameters that had one
+    taken.
 
     torch.autograd.grad would hold on to all of them until it returns; it gets stand-ins without memory. Hooks that
     others have put on a parameter are for its whole gradient, and are set aside: they run when autograd gets that.
@@ -207,7 +211,7 @@ def _taking(parameters: Sequence[torch.Tensor], take: TakeGradient) -> Iterator[
 
 
 class _Gradients:
-    """Handed to the graph's end, taken from its beginning."""
+    """Gradients of a call: handed to the end of its graph, and taken from its beginning."""
 
     output: torch.Tensor | None = None
     tokens: torch.Tensor | None = None

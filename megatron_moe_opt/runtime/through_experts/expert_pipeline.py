@@ -42,7 +42,7 @@ from megatron_moe_opt.schedules.pipeline import Stages, base_name
 from megatron_moe_opt.schedules.schedule import Kind, Op, Outline
 
 _Computed = tuple[torch.Tensor, torch.Tensor | None]
-"""Rows of a partition, and what their probabilities' lanes get."""
+"""The rows of a partition, and what their probabilities' lanes get."""
 
 
 def through_experts(
@@ -53,7 +53,7 @@ def through_experts(
     strategy: str,
     prob_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Rows to their experts, through them and back, partition by partition. Differentiable once.
+    """Sends rows to their experts, through them and back, partition by partition. Differentiable once.
 
     Args:
         packed: stands for the rows on the wire: of one partition after those of another, with their probabilities.
@@ -119,7 +119,7 @@ class _Pass:
         self.host_tokens: dict[int, HostCopyOf] = {}
 
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
-        """Rows to the experts -> rows back, where they came from."""
+        """Sends rows to the experts and returns the rows that are back where they came from."""
         how = STRATEGIES[self.strategy]
         addresses = addresses_of((*self.experts.parameters, *self.experts.constants))
         probs = [empty((rows.gathered,), self.prob_dtype, packed.device) for rows in self.partitions]
@@ -161,7 +161,9 @@ class _Pass:
         return combined
 
     def backward(self, grad_combined: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Gradients of the rows back, where they came from -> of the rows to the experts, and of each parameter."""
+        """Returns the gradients of the rows to the experts and of each parameter, from those
+        of the rows that came back.
+        """
         given = self._named("grad_combined", grad_combined) | self.kept
         home = self.layouts[INPUT_GRADIENTS].at_source
         grad_packed, self.rows = self.rows, None
@@ -212,7 +214,7 @@ class _Pass:
         return grad_packed, [total.value for total in of_parameters]
 
     def hand_over(self) -> list[torch.Tensor]:
-        """What backward needs and is in the device's memory, for autograd to save: the pass holds it no longer.
+        """Returns what backward needs and is in the device's memory, for autograd to save: the pass holds it no longer.
 
         Nothing where saved tensors are not hooked: here they are freed partition by partition.
         """
@@ -235,13 +237,13 @@ class _Pass:
 
     @property
     def _keeping(self) -> list[ExpertCall]:
-        """The calls whose T_M stays on the device."""
+        """Returns the calls whose T_M stays on the device."""
         return self.calls if STRATEGIES[self.strategy].middle is Restore.KEEP else []
 
     def _move(
         self, op: Op, buffers: PartitionBuffers, probs: torch.Tensor | None, computed: Callable[[], _Computed]
     ) -> Steps:
-        """What an op of a way does with a partition.
+        """Returns the steps of an op of a way, for the partition that it moves.
 
         Args:
             probs: where the probabilities of rows that are sorted by expert go, if anywhere.
@@ -277,7 +279,7 @@ class _Pass:
         return PartitionBuffers(self.exchanges, self.layouts, given)
 
     def _named(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """This rank's own rows, by the buffers' names."""
+        """Returns this rank's own rows of each partition, by the buffers' names."""
         parts = rows.split([partition.own for partition in self.partitions])
         return {f"{name}.{j}": part for j, part in enumerate(parts)}
 
@@ -302,7 +304,7 @@ class _Pass:
         executor(device).run(schedule, [bind(op) for op in schedule.ops], sized=sized)
 
     def _moved(self) -> list[Moved]:
-        """What moves of each partition."""
+        """Returns what moves of each partition."""
         token, experts = self.layouts[INPUTS].at_experts.row_bytes, self.experts
         packed, outputs, gradients, returned = (layout.row_bytes for layout in self.layouts.values())
         middle, activations = experts.middle_row_bytes, experts.activation_row_bytes
@@ -323,7 +325,7 @@ class _Sum:
 
     @property
     def value(self) -> torch.Tensor | None:
-        """What the partitions have given until now, in the parameter's dtype; None: nothing."""
+        """Returns what the partitions have given until now, in the parameter's dtype; None: nothing."""
         return None if self._sum is None else self._sum.to(self._parameter.dtype)
 
     def add(self, grad: torch.Tensor | None) -> None:

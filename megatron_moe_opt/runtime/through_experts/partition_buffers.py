@@ -13,7 +13,9 @@ from megatron_moe_opt.schedules.pipeline import base_name
 
 
 class PartitionBuffers:
-    """A buffer is the tensor that was given for it, or one made at first use, large enough for every partition."""
+    """Finds a buffer's tensor: the one that was given for it, or one made at first use, large
+    enough for every partition.
+    """
 
     def __init__(
         self,
@@ -30,7 +32,7 @@ class PartitionBuffers:
         self._exchanges, self._layouts, self._given = exchanges, layouts, given
         self._like = next(iter(given.values()))
         self._counts: dict[str, list[int]] = {}
-        """Rows of each partition in a buffer."""
+        """The rows of each partition in a buffer, by the buffer's name."""
         self._made: dict[str, torch.Tensor] = {}
         self._rows: dict[tuple[str, int], torch.Tensor] = {}
 

@@ -32,7 +32,7 @@ class Products:
 
     module: nn.Module
     first: str
-    """What it calls the first of them."""
+    """The name by which the module calls the first of them."""
     second: str
 
 
@@ -47,7 +47,7 @@ class _Block:
     num_bytes: int
     host: HostCopyOf | None = None
     is_activation: bool = False
-    """Whether it is computed again, and never offloaded."""
+    """Whether the block is computed again, and never offloaded."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,19 @@ class _Activation:
     """The tensors that were saved between two matrix products."""
 
     output: Any
-    """Of the first one: a tensor until the experts have run, then as it was saved."""
+    """The output of the first product: a tensor until the experts have run, then as it was saved."""
     bias: Any
     version: int
     """The version of the output, which an operation in place changes."""
     blocks: list[_Block] = field(default_factory=list)
-    """In the order in which they were first saved."""
+    """The blocks that the activation saved, in the order in which they were first saved."""
     second_input: int | None = None
-    """Its address, from the second product on."""
+    """The address of the second product's input, once that has begun."""
 
     def owns(self, address: int) -> bool:
-        """Whether memory that is saved for the first time is its own: not the first product's, nor the second's."""
+        """Whether memory saved for the first time is the activation's own: not the first
+        product's, nor the second's.
+        """
         is_new = address != _address_of(self.output)
         return is_new and self.second_input in (None, address)
 
@@ -94,7 +96,7 @@ class SavedMiddle:
         """
         self._kept, self._borrowed = kept, borrowed
         self.used: set[int] = set()
-        """Of `kept`, what operations have saved: where each tensor begins, as buffers hold many parameters."""
+        """Where tensors of `kept` begin that operations have saved: buffers hold many parameters."""
         self._tokens: torch.Tensor | None = None
         self._blocks: WeakValueDictionary[int, _Block] = WeakValueDictionary()  # by address
         self._activations: list[_Activation] = []
@@ -102,7 +104,7 @@ class SavedMiddle:
 
     @contextmanager
     def reading(self, tokens: torch.Tensor) -> Iterator[None]:
-        """Inside this context the partition's input is here."""
+        """Takes `tokens` for the partition's input inside the context."""
         self._tokens = tokens
         try:
             yield
@@ -110,12 +112,12 @@ class SavedMiddle:
             self._tokens = None
 
     def hooks(self) -> saved_tensors_hooks:
-        """Inside this context operations save here."""
+        """Returns a context in which operations save here what they need for backward."""
         return saved_tensors_hooks(self._pack, self.unpack)
 
     @contextmanager
     def noting_activations(self, products: Sequence[Products]) -> Iterator[None]:
-        """Inside this context, around `hooks`, what activations save is told from the rest."""
+        """Tells what activations save from the rest, inside the context, which goes around that of `hooks`."""
         with ExitStack() as hooks:
             for one in products:
                 first, second = one.module._modules[one.first], one.module._modules[one.second]
@@ -138,7 +140,7 @@ class SavedMiddle:
         return handed_over
 
     def take_back(self, tensors: Iterator[torch.Tensor]) -> None:
-        """What was handed over, in the same order."""
+        """Takes back what was handed over, in the same order."""
         for block in self._blocks.values():
             block.device = next(tensors)
 
@@ -228,7 +230,7 @@ class SavedMiddle:
         return _View(block, *place, tensor.storage_offset())
 
     def _address(self, tensor: torch.Tensor) -> int | None:
-        """Where the memory of a saved tensor begins, which is T_M's or the input's; None: it is saved as it is."""
+        """Returns where a saved tensor's memory begins, which is T_M's or the input's; None: it is saved as it is."""
         if not _is_plain(tensor) or not tensor.numel() or tensor.device != self._tokens.device:
             return None
         address = _address_of(tensor)
@@ -257,20 +259,20 @@ class SavedMiddle:
 
 
 class _Again:
-    """Experts that run a second time, without their products, for what their activations save."""
+    """Runs experts a second time, without their products, for what their activations save."""
 
     def __init__(self, activations: Sequence[_Activation], saved: SavedMiddle) -> None:
         self._activations, self._saved = iter(activations), saved
         self.hidden = 0
         """The hidden size of the experts' input, and so of their output."""
         self._left: list[_Block] | None = None
-        """The blocks of the activation that runs which it has not saved yet; None: none runs, or it left none."""
+        """The blocks that the activation under way has not saved yet; None: none runs, or it left none."""
         self._seen: dict[int, torch.Tensor] = {}
         """Memory that was seen, by address: alive, so that no address is used twice. Activations may share some."""
 
     @contextmanager
     def in_place_of(self, products: Sequence[Products]) -> Iterator[None]:
-        """Inside this context the products ask and tell this instead of multiplying."""
+        """Puts itself in the place of the products inside the context: they ask and tell it instead of multiplying."""
         with ExitStack() as stack:
             for one in products:
                 modules = one.module._modules
@@ -346,7 +348,7 @@ def _address_of(tensor: torch.Tensor) -> int:
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a tensor's storage, uint8."""
+    """Returns all bytes of a tensor's storage, uint8."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

@@ -108,7 +108,7 @@ class BorrowedExperts:
 
 
 class Residents:
-    """The experts of other ranks that are here, at most those of so many layers: those that were used last.
+    """Keeps the experts of other ranks here, at most those of so many layers: those that were used last.
 
     All ranks use the same ones in the same order, and so drop the same. One that nobody holds any more counts until
     its turn comes: on some ranks it may still be there.
@@ -123,7 +123,7 @@ class Residents:
         self._recent: list[weakref.ref[ArrivedExperts]] = []
 
     def use(self, arrived: ArrivedExperts) -> None:
-        """Sees to it that these are here or on their way. A collective call, where they are not."""
+        """Has experts here or on their way. A collective call, where they are not."""
         self.leave(arrived)
         if self.limit is not None:
             self._recent.append(weakref.ref(arrived))
@@ -134,5 +134,5 @@ class Residents:
         arrived.begin()
 
     def leave(self, arrived: ArrivedExperts | None) -> None:
-        """These are counted no more."""
+        """Counts these experts no more; None: none at all."""
         self._recent = [one for one in self._recent if arrived is None or one() is not arrived]

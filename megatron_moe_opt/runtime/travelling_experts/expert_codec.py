@@ -25,10 +25,12 @@ from megatron_moe_opt.runtime.travelling_experts.arrived_experts import Arriving
 from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
 
 Decode = Callable[[torch.Tensor, int], torch.Tensor]
-"""(messages [owners, M], place of the own one, which is not needed) -> experts [owners, numel]."""
+"""A function that decodes messages [owners, M] to experts [owners, numel]; given the place of the own message,
+too, which is not needed.
+"""
 
 Previous = Callable[[], torch.Tensor]
-"""Gives the experts [owners, numel] of the message before, in the lane of decoding."""
+"""A function that returns the experts [owners, numel] of the message before, in the lane of decoding."""
 
 
 def as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
@@ -54,8 +56,8 @@ class Message:
 
 
 class ReceivedMessages:
-    """The messages of all owners until they are decoded; then the experts that they say, from which the next messages
-    are told.
+    """Holds the messages of all owners until they are decoded; then the experts that they say, from
+    which the next messages are told.
     """
 
     def __init__(self, arrive: Arriving, decode: Decode, own: int, on_host: bool) -> None:
@@ -71,7 +73,7 @@ class ReceivedMessages:
         self._experts = Kept(on_host)
 
     def experts(self) -> torch.Tensor:
-        """[owners, numel], decoded or as they are kept. To be called in the lane of decoding."""
+        """Returns the experts [owners, numel], decoded or as they are kept. To be called in the lane of decoding."""
         if self.arrive is None:
             return self._experts.get()
         experts = self._decode(self.arrive(), self._own)
@@ -86,7 +88,7 @@ class WholeExperts:
     is_lossy = False
 
     def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
-        """A message of `flat` [numel]."""
+        """Returns a message of `flat` [numel]."""
         return Message(flat)
 
     def describe(self) -> str:
@@ -95,7 +97,7 @@ class WholeExperts:
 
 
 def kept_entries(numel: int, dtype: torch.dtype, ratio: float) -> int:
-    """Entries of an expert of `numel` elements that fit in 1 / ratio of its bytes, at least one."""
+    """Returns how many entries of an expert of `numel` elements fit in 1 / ratio of its bytes, at least one."""
     size = dtype.itemsize
     blocks = -(-numel // BLOCK_ELEMENTS)
     return min(max(int((numel * size / ratio - 4 * blocks) / (size + 2)), 1), numel)
@@ -123,11 +125,11 @@ class ResidualMessages:
         return self.num_local * self._of_expert
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """A message, uint8 [num_bytes], that says nothing yet."""
+        """Returns a message, uint8 [num_bytes], that says nothing yet."""
         return empty((self.num_bytes,), torch.uint8, device)
 
     def encode(self, experts: torch.Tensor, bases: Iterable[torch.Tensor], message: torch.Tensor) -> None:
-        """Experts [numel] -> message; one base for each expert."""
+        """Encodes experts [numel] into a message, with one base for each expert."""
         places = message.view(self.num_local, -1)
         for expert, base, place in zip(experts.view(self.num_local, -1), bases, places, strict=True):
             values, indices = sr_encode(expert, base, self.kept)
@@ -136,13 +138,13 @@ class ResidualMessages:
             place[self._end :] = 0
 
     def decode(self, message: torch.Tensor, bases: Iterable[torch.Tensor], out: torch.Tensor) -> None:
-        """Bases and what a message says of them: experts, out [numel]."""
+        """Decodes a message to experts, out [numel], with one base for each expert."""
         parts = zip(self.entries(message), bases, out.view(self.num_local, -1), strict=True)
         for (values, indices), base, expert in parts:
             sr_decode(values.to(base.dtype), indices, base, out=expert)
 
     def entries(self, message: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Values and indices of each expert (see kernels/residual_codec.py), in the message's memory."""
+        """Yields values and indices of each expert (see kernels/residual_codec.py), in the message's memory."""
         for place in message.view(self.num_local, -1):
             yield place[: self._values_end].view(self.dtype), place[self._values_end : self._end].view(torch.uint16)
 
@@ -164,7 +166,8 @@ class _Held:
 
 
 class TrackedExperts:
-    """Experts as residuals from what the receivers hold of them: from what has arrived so far, which all can decode.
+    """Sends experts as residuals from what the receivers hold of them: from what has arrived so far, which all can
+    decode.
 
     What a message leaves out is part of the next one's residual: no difference is lost, it waits until it is among the
     largest. At first, and after a checkpoint was loaded, receivers are sent whole experts. With a shared expert nothing
@@ -208,7 +211,7 @@ class TrackedExperts:
             return Message(flat)
 
         def bases(held: torch.Tensor | None) -> list[torch.Tensor]:
-            """What a rank's experts are told from: the same bits on all ranks, from the same bits."""
+            """Returns what a rank's experts are told from: the same bits on all ranks, from the same bits."""
             if move is None:
                 return [*held.view(self.num_local, -1)]
             moved = used_here(move)
@@ -231,7 +234,8 @@ class TrackedExperts:
 
 
 class LargestWeights:
-    """The largest entries of experts, zeros in the place of the others. A message is all that is known of an expert.
+    """Sends the largest entries of experts, with zeros in the place of the others. A message is all that is known of an
+    expert.
 
     The paper's compression without a shared expert, with which it compares (Fig. 14).
     """
@@ -250,7 +254,7 @@ class LargestWeights:
         return f"LOSSY, compressed {self.ratio:g}-fold to the largest weights alone"
 
     def restart(self) -> None:
-        """Nothing is carried from one message to the next."""
+        """Does nothing: nothing is carried from one message to the next."""
 
     def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
         """Returns a message of the largest weights of `flat` [numel], the others zero."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
 
 DECODING = "decoded experts"
-"""The queue in which experts are decoded and restored: whose turn comes waits for no other layer's message."""
+"""The queue in which experts are decoded and restored: an entry whose turn comes waits for no other layer's message."""
 
 
 class ExpertCommunicator:
@@ -89,11 +89,11 @@ class ExpertCommunicator:
         self._first = self._first or self._last
 
     def following(self, first: MigratedExperts) -> Iterator[MigratedExperts]:
-        """The layers that came after one in the last pass, in turn."""
+        """Yields the layers that came after one in the last pass, in turn."""
         return _in_turn(first, lambda layer: layer.next)
 
     def preceding(self, first: MigratedExperts) -> Iterator[MigratedExperts]:
-        """The layers whose backward passes come after one's in those of its last micro-batch, in turn."""
+        """Yields the layers whose backward passes come after one's in those of its last micro-batch, in turn."""
         return _in_turn(first, lambda layer: layer.before)
 
     def come_back(self, arrived: Sequence[ArrivedExperts]) -> None:
@@ -107,8 +107,8 @@ class ExpertCommunicator:
             self.residents.use(one)
 
     def sent_at_begin(self, first: MigratedExperts) -> Iterator[MigratedExperts]:
-        """The layers that are sent when a step begins: what may be ahead; of messages that are decoded later all, but
-        for layers whose weights come late themselves.
+        """Yields the layers that are sent when a step begins: what may be ahead; of messages that are decoded later
+        all, but for layers whose weights come late themselves.
         """
         yield first
         for number, layer in enumerate(self.following(first)):
@@ -123,7 +123,9 @@ class ExpertCommunicator:
         self._on_the_way.clear()
 
     def after_step(self) -> None:
-        """Weights are new: the first layers of the passes since the last step are due when the next one begins."""
+        """Notes that weights are new: the first layers of the passes since the last step are due
+        when the next one begins.
+        """
         self._due, self._first, self._returns = self._first, None, False
 
     def before_step(self) -> None:
@@ -146,7 +148,7 @@ class ExpertCommunicator:
             layer.send(is_due=later <= self.ahead)
 
     def begin_round(self) -> None:
-        """Experts that were sent before now are not those of the passes to come."""
+        """Begins a round: experts that were sent before now are not those of the passes to come."""
         self.round += 1
         self._due = None
 
@@ -236,7 +238,7 @@ class ExpertCommunicator:
 def _in_turn(
     first: MigratedExperts, link: Callable[[MigratedExperts], weakref.ref[MigratedExperts] | None]
 ) -> Iterator[MigratedExperts]:
-    """The layers to which links lead from one, until one is gone or comes again."""
+    """Yields the layers to which links lead from one, until one is gone or comes again."""
     found, layer = {first}, first
     while (linked := link(layer)) is not None and (layer := linked()) is not None and layer not in found:
         found.add(layer)
@@ -247,7 +249,7 @@ _communicators: dict[tuple[DomainGroups, int, int | None], ExpertCommunicator] =
 
 
 def expert_communicator(groups: DomainGroups, ahead: int, resident: int | None = None) -> ExpertCommunicator:
-    """The communicator of all layers of a process that have these groups, for as long as there are these."""
+    """Returns the communicator of all layers of a process that have these groups, for as long as there are these."""
     key = groups, ahead, resident
     if key not in _communicators:
         _communicators[key] = ExpertCommunicator(*key)

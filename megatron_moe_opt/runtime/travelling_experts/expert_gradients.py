@@ -48,7 +48,7 @@ class WholeGradients:
     def restart(self) -> None:
         """Drops the gradients that were deferred."""
         self._deferred = Kept(self.on_host)
-        """[ranks - 1, numel]: sums for the other ranks."""
+        """The sums that wait for the other ranks, [ranks - 1, numel]."""
 
     def defer(self, parts: torch.Tensor, own: int, group: dist.ProcessGroup) -> None:
         """Adds `parts` [ranks, numel] to what goes with the next ones: in float32, which takes the memory of
@@ -68,8 +68,8 @@ class WholeGradients:
         self._deferred.put(sums)
 
     def complete(self, parts: torch.Tensor, own: int, group: dist.ProcessGroup) -> tuple[list[Steps], torch.Tensor]:
-        """Takes what was deferred to `parts`, rounded to their dtype once: the op that adds it, none where nothing was
-        deferred, and where it leaves the sums. Memory for these is made in that of the lane.
+        """Returns the op that adds what was deferred to `parts`, rounded to their dtype once, none where nothing was
+        deferred; and where it leaves the sums. Memory for these is made in that of the lane.
         """
         if not self._deferred:
             return [], parts
@@ -88,8 +88,8 @@ class WholeGradients:
     def reduce(
         self, parts: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup
     ) -> tuple[Sequence[Steps], torch.Tensor]:
-        """Sums over a group in rank order, [ranks * N, numel] -> [N, numel] of this rank: ops of a level of
-        schedules.expert_migration.returned, and where they leave the sum.
+        """Returns ops that sum over a group in rank order, [ranks * N, numel] to [N, numel] of this rank, and where
+        they leave the sum: a level of schedules.expert_migration.returned.
 
         Args:
             dtype: of gradients, which is that of what travels.
@@ -103,16 +103,16 @@ class WholeGradients:
 
 
 def _of_others(sums: torch.Tensor, own: int, parts: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Rows of sums [ranks - 1, numel], and those of parts [ranks, numel] that belong to them."""
+    """Returns rows of sums [ranks - 1, numel] with the rows of parts [ranks, numel] that belong to them."""
     return [(sums[:own], parts[:own]), (sums[own:], parts[own + 1 :])]
 
 
 class CompressedGradients:
-    """The largest entries of gradients, with error feedback. One object a layer."""
+    """Gradients of which only the largest entries return to the owners, with error feedback. One object a layer."""
 
     is_lossy = True
     takes_memory = False
-    """What is deferred is in that of what was not sent."""
+    """Whether what is deferred takes memory: it is in that of what was not sent."""
 
     def __init__(self, num_local: int, ratio: float, on_host: bool = False) -> None:
         """
@@ -127,12 +127,12 @@ class CompressedGradients:
     def restart(self) -> None:
         """Forgets what has not been sent. Ranks need not do so together."""
         self._kept: dict[dist.ProcessGroup, Kept] = {}
-        """float32 [peers, owners, numel] of each level: what has not been sent."""
+        """What has not been sent of each level, float32 [peers, owners, numel]."""
         self._deferred = Kept(self._on_host)
-        """float32 [owners, numel]: for this rank at the innermost level, of which nothing is sent."""
+        """What waits for this rank at the innermost level, of which nothing is sent, float32 [owners, numel]."""
 
     def defer(self, parts: torch.Tensor, own: int, group: dist.ProcessGroup) -> None:
-        """As WholeGradients.defer. What is for peers waits with what was not sent to them, in the same memory."""
+        """Does what WholeGradients.defer does. What is for peers waits in the memory of what was not sent to them."""
         parts = parts.view(group.size(), -1, parts.size(1))
         kept = self._kept_of(group)
         of_group = kept.get() if kept else _nothing_kept(group, parts)
@@ -144,7 +144,9 @@ class CompressedGradients:
             self._deferred.put(mine.add_(self._deferred.get()) if self._deferred else mine)
 
     def complete(self, parts: torch.Tensor, own: int, group: dist.ProcessGroup) -> tuple[list[Steps], torch.Tensor]:
-        """As WholeGradients.complete, of what was deferred for this rank at the innermost level; sums in float32."""
+        """Does what WholeGradients.complete does for this rank's deferred part of the
+        innermost level; sums in float32.
+        """
         if not self._deferred:
             return [], parts
         waited, self._deferred = self._deferred, Kept(self._on_host)
@@ -165,7 +167,7 @@ class CompressedGradients:
         return f"their gradients LOSSY, compressed {self.ratio:g}-fold, the rest sent later"
 
     def messages(self, numel: int, dtype: torch.dtype) -> ResidualMessages:
-        """The messages of gradients of `numel` elements."""
+        """Returns the messages of gradients of `numel` elements."""
         return ResidualMessages(self.num_local, numel, dtype, self.ratio)
 
     def sent_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -175,7 +177,7 @@ class CompressedGradients:
     def reduce(
         self, parts: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup
     ) -> tuple[Sequence[Steps], torch.Tensor]:
-        """As WholeGradients.reduce; float32. What this rank has for itself stays whole."""
+        """Does what WholeGradients.reduce does, in float32. What this rank has for itself stays whole."""
         size, rank, numel = group.size(), group.rank(), parts.size(1)
         messages = self.messages(numel, dtype)
         parts = parts.view(size, -1, numel)
@@ -203,7 +205,7 @@ class CompressedGradients:
 
 
 def _nothing_kept(group: dist.ProcessGroup, parts: torch.Tensor) -> torch.Tensor:
-    """For each peer and owner, of parts [ranks, owners, numel]."""
+    """Returns zeros for each peer and owner, of the size of parts [ranks, owners, numel]: nothing was kept."""
     return torch.zeros(group.size() - 1, *parts.shape[1:], dtype=torch.float32, device=parts.device)
 
 
@@ -231,7 +233,7 @@ def encode(messages: ResidualMessages, gradient: torch.Tensor, kept: torch.Tenso
 
 
 def sum_messages(messages: ResidualMessages, of_ranks: list[torch.Tensor], rank: int) -> torch.Tensor:
-    """The sum in rank order, float32 [numel].
+    """Returns the sum in rank order, float32 [numel].
 
     Args:
         of_ranks: a message of each rank; of `rank`, the gradient itself.
@@ -250,7 +252,7 @@ def sum_messages(messages: ResidualMessages, of_ranks: list[torch.Tensor], rank:
 
 
 def _zeros_of_experts(messages: ResidualMessages, gradient: torch.Tensor) -> list[torch.Tensor]:
-    """What the experts of a gradient [numel] are told from."""
+    """Returns what the experts of a gradient [numel] are told from: zeros."""
     return [_zeros(gradient.numel() // messages.num_local, gradient.device)] * messages.num_local
 
 

@@ -59,7 +59,7 @@ class ExpertWeights:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """In the order of slots, as they are now."""
+        """Returns the parameters in the order of slots, as they are now."""
         parameters = dict(self.experts.named_parameters())
         return [parameters[slot.name] for slot in self.slots]
 
@@ -102,7 +102,7 @@ class ExpertWeights:
         return torch.tensor(all(torch.equal(_bits(one), _bits(other)) for one, other in parts))
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Parts of flat [numel] in the order of slots, in the parameters' shapes; the same memory."""
+        """Yields the parts of flat [numel] in the order of slots, in the parameters' shapes; the same memory."""
         return (flat[slot.first : slot.first + slot.numel].view(slot.shape) for slot in self.slots)
 
 

@@ -19,7 +19,7 @@ from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.schedules.expert_migration import renewed
 
 QUEUE = "shared expert"
-"""Of its own: no layer's experts wait for a renewal."""
+"""A queue of the shared expert's own, so that no layer's experts wait for a renewal."""
 
 
 class MeanExpert:
@@ -44,7 +44,7 @@ class MeanExpert:
         self._messages, self._mean, self._renewed = 0, None, None
 
     def move(self, experts: torch.Tensor) -> torch.Tensor | None:
-        """How far it has moved since the message before this one, of this rank's `experts` [num_local, N].
+        """Returns how far it has moved since the message before this one, of this rank's `experts` [num_local, N].
 
         At the first message it is the mean of the experts, waited for, and has moved there from zero. A renewal begins
         with a message, from its experts, and serves from the next one on. A collective call over the group.

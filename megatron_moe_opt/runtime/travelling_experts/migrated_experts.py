@@ -64,7 +64,7 @@ class MigratedExperts:
         self.own = owners.index(communicator.groups.rank)
         """This rank's place among the owners."""
         self.round = 0
-        """In which the experts were last sent."""
+        """The round in which the experts were last sent."""
         self.next: weakref.ref[MigratedExperts] | None = None
         """The layer whose pass came after this one's."""
         self.before: weakref.ref[MigratedExperts] | None = None
@@ -72,11 +72,11 @@ class MigratedExperts:
         self._following: list[MigratedExperts] = []
         self._preceding: list[MigratedExperts] = []
         self._back: list[ArrivedExperts] = []
-        """Of the pass that `fetch` has begun: what its backward pass needs, and then what those after it do."""
+        """What backward needs of the pass that `fetch` has begun, and then what the backward passes after it need."""
         self._deferring: list[Running] = []
         self._sent: torch.Tensor | None = None
         self._received: ReceivedMessages | None = None
-        """Of the last message; None: experts travel whole."""
+        """What has arrived of the last message; None: experts travel whole."""
         self._place: Place | None = None
         """The last pass of the layer, to which belongs what is gathered for it while other layers run."""
         self._arrived: ArrivedExperts | None = None
@@ -90,8 +90,9 @@ class MigratedExperts:
         return "; ".join(filter(None, (" ".join(filter(None, (what, kept))), self.gradients.describe())))
 
     def news(self) -> torch.Tensor:
-        """int64 [1 + 2 * ahead] for the other ranks: whether this rank's experts are not those that it sent last; and
-        for each layer that may be sent ahead, then for each that may be brought back ahead, whether it is gone.
+        """Returns what the other ranks have to know, int64 [1 + 2 * ahead]: whether this rank's experts are not
+        those that it sent last; and for each layer that may be sent ahead, then for each that may be brought back
+        ahead, whether it is gone.
         """
         communicator, ahead = self.communicator, self.communicator.ahead
         communicator.note_pass(self)
@@ -167,21 +168,21 @@ class MigratedExperts:
             return start(*arguments)
 
     def gathered(self) -> torch.Tensor:
-        """[owners, numel]: the experts of the ranks of the domains, waited for; not all codecs give the own ones."""
+        """Returns the experts of the domains' ranks, [owners, numel], waited for; not all codecs give the own ones."""
         return self._arrived.experts()
 
     def kept_as_they_came(self) -> AbstractContextManager[Any]:
-        """What a forward pass in this context saves of `of_owners` for its backward pass, it does not save where it
-        may be dropped.
+        """Returns a context in which a forward pass does not save for its backward pass what it uses of `of_owners`,
+        where that may be dropped.
         """
         if self.communicator.residents.limit is None:
             return nullcontext()
         return self._arrived.hooks()
 
     def back_in_backward(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The experts' outputs as they are. When their gradient comes, the experts of this pass are gathered again if
-        they were dropped, and so are, behind this backward pass, those of as many layers as are gathered ahead: here,
-        on all ranks alike, whatever their own rows need.
+        """Returns the experts' outputs as they are. When their gradient comes, the experts of this pass are gathered
+        again if they were dropped, and so are, behind this backward pass, those of as many layers as are gathered
+        ahead: here, on all ranks alike, whatever their own rows need.
         """
         communicator, (back, self._back) = self.communicator, (self._back, [])
         return outputs if communicator.residents.limit is None else _ComeBack.apply(outputs, communicator, back)
@@ -213,7 +214,7 @@ class MigratedExperts:
         self.gradients.restart()
 
     def lent(self) -> Lent:
-        """This rank's parameters for the other ranks' use in a pass: to be called before tokens are sent.
+        """Returns this rank's parameters for the other ranks' use in a pass: to be called before tokens are sent.
 
         What is sent after this in the forward pass, is sent back in the backward pass while gradients return.
         """
@@ -221,7 +222,7 @@ class MigratedExperts:
         return Lent(returned, _Lend.apply(returned, *self.weights.parameters))
 
     def of_owners(self, lent: Lent) -> list[dict[str, torch.Tensor] | None]:
-        """The parameters of each owner's experts by name; None for this rank's own, which the module holds.
+        """Returns the parameters of each owner's experts by name; None for this rank's own, which the module holds.
 
         Differentiable: gradients return to the owner's parameters (a collective call in the backward pass).
 
@@ -231,21 +232,21 @@ class MigratedExperts:
         return self.by_owner(_Migrate.apply(self, lent.returned, [*self._of_others(self.gathered())], *lent.parameters))
 
     def by_owner(self, of_others: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor] | None]:
-        """The other owners' parameters, as `BorrowedExperts` has them, as `of_owners` returns them."""
+        """Returns the other owners' parameters, given as `BorrowedExperts` has them, as `of_owners` returns them."""
         names, tensors = [slot.name for slot in self.weights.slots], iter(of_others)
         return [
             None if place == self.own else {name: next(tensors) for name in names} for place in range(len(self.owners))
         ]
 
     def borrowed(self) -> BorrowedExperts:
-        """The other owners' experts for a pipeline that takes them when they are needed: those of the pass that
-        `fetch` has begun. Who takes them gives their gradients to `stand_ins`.
+        """Returns the other owners' experts for a pipeline that takes them when they are needed: those of the pass that
+        `fetch` has begun. Whoever takes them gives their gradients to `stand_ins`.
         """
         return BorrowedExperts(self._arrived, self._of_others)
 
     def stand_ins(self, lent: Lent) -> tuple[torch.Tensor, ...]:
-        """Tensors without memory in the shapes of `borrowed`'s parameters: the gradients that autograd gets of them
-        return to the owners, as those of `of_owners` do.
+        """Returns tensors without memory in the shapes of `borrowed`'s parameters: the gradients that autograd gets of
+        them return to the owners, as those of `of_owners` do.
         """
         zero, others = self.weights.parameters[0].new_zeros(()), len(self.owners) - 1
         shapes = [slot.shape for slot in self.weights.slots] * others
@@ -261,7 +262,7 @@ class _Returned:
     """Gradients that other ranks return in a pass."""
 
     wait: Callable[[], Iterator[torch.Tensor]] | None = None
-    """For this rank's sums, in the order of the parameters; None: a later pass has them."""
+    """Waits for this rank's sums, which come in the order of the parameters; None: a later pass has them."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ class Lent:
 
 
 class _Lend(Function):
-    """Parameters as they are; their gradients are waited for here, which in the backward pass comes late.
+    """Returns parameters as they are, and waits for their gradients here, which in the backward pass comes late.
 
     Autograd runs, of all that is ready, what the forward pass made last: between `_Migrate`, which starts the sums, and
     this, the backward pass of all that lies between them in the forward pass.
@@ -307,7 +308,7 @@ class _ComeBack(Function):
 
 
 class _Migrate(Function):
-    """The parameters of the other ranks' experts; their gradients are summed at their owners, over the domain.
+    """Returns the parameters of the other ranks' experts, and sums their gradients at their owners, over the domain.
 
     Where experts travelled compressed, gradients are taken as those of the owner's weights (straight through).
     """

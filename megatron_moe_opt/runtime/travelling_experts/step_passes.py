@@ -60,13 +60,13 @@ _step: StepPasses | None = None
 
 
 def current_step() -> StepPasses | None:
-    """The step that is under way; None: nobody has said how many passes it has."""
+    """Returns the step that is under way; None: nobody has said how many passes it has."""
     return _step
 
 
 @contextmanager
 def step_of(micro_batches: int) -> Iterator[None]:
-    """A context in which a step runs, of so many backward passes of each layer or more.
+    """Runs a step inside the context, of so many backward passes of each layer or more.
 
     Raises:
         RuntimeError: a layer had fewer, so that its gradients are not where they are needed.
