@@ -82,8 +82,8 @@ class PartitionedTokens:
     prob_dtype: torch.dtype
     rows: HoppingRows
     counts: HostCopy
-    """The counts of every rank, [joint size, partitions * counts of a partition, the news of migrated experts and, where
-    a TP group shares out its tokens, those of each expert], on their way to the host.
+    """The counts of every rank, [joint size, partitions * counts of a partition, the news of migrated experts and,
+    where a TP group shares out its tokens, those of each expert], on their way to the host.
     """
     hops: TokenHops
     lent: Lent | None = None
