@@ -98,10 +98,6 @@ class Collectives:
         """S1's and S2's where N_MP is 1 (eq. 2)."""
         return 2 * self.exchange_joint(rows * self.n_esp)
 
-    def t_d1(self, tokens: float, rows: float) -> float:
-        """S1's (eq. 11)."""
-        return 2 * self.exchange_joint(rows * self.n_esp / self.n_mp) + self.gather_mp(tokens)
-
     def t_d2(self, rows: float) -> float:
         """S2's (eq. 7)."""
         x = rows * self.n_esp / self.n_mp

@@ -105,19 +105,11 @@ class PartitionedTokens:
 class MpmoeDispatcher(Dispatcher):
     """Moves tokens to their experts, runs the experts, and moves the results back."""
 
-    def __init__(
-        self,
-        groups: ExpertGroups,
-        partitioning: Partitioning,
-        hops: TokenHops | None = None,
-        wire: Wire = SAME,
-    ) -> None:
-        """
-        Args:
-            hops: of the layer's tokens; None: partitions go by rows alone.
-            wire: how rows travel.
-        """
-        self.groups, self.partitioning, self.hops, self.wire = groups, partitioning, hops, wire
+    def __init__(self, groups: ExpertGroups, partitioning: Partitioning, wire: Wire = SAME) -> None:
+        """`wire` is how rows travel."""
+        self.groups, self.partitioning, self.wire = groups, partitioning, wire
+        self.hops: TokenHops | None = None
+        """Of the layer's tokens, in groups that live as long as this dispatcher; None: partitions go by rows alone."""
         self.migrated: MigratedExperts | None = None
         """The experts of this layer that travel, where tokens hop between their domains; None where none does."""
         self._rows: HostCopy | None = None

@@ -206,17 +206,15 @@ def _rates():
 def _experts_in_turns():
     """Bytes of the experts that a compressed variant's step sends: alone, and after a step of a whole one."""
     from megatron_moe_opt.cli.ranks import parallel_layer
-    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
     from megatron_moe_opt.topology.nodes import NodeMap
+    from tests.ranks.layers import layer_with
 
-    settings = _settings(dispatchers=("expert-migration:2x2",))
+    settings = _settings()
     travelling = Options(network_levels=(2, 2), domain_sizes=(2, 2))
     sent = []
     with parallel_layer(1, 4, 1, seed=1):
         for_each = travelling, replace(travelling, compression_ratio=4.0)
-        whole, compressed = (
-            layer_under_test(settings, "expert-migration:2x2", 4, rank_device(), options=one) for one in for_each
-        )
+        whole, compressed = (layer_with(settings, "expert-migration", 4, one) for one in for_each)
         for other in (None, None, whole, compressed, whole):  # the first message is whole
             if other is not None:
                 other.step()

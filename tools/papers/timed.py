@@ -97,7 +97,6 @@ class Timed:
     """Seconds by variant, where there is a prediction."""
     chosen: dict[str, str] = field(default_factory=dict)
     """Variants that were chosen by the profile, by who chooses."""
-    rates: dict[str, float | None] = field(default_factory=dict)
 
 
 def _layer(dispatchers: str, tokens: int, hidden: int, ffn: int, experts: int, topk: int, **more: Any) -> LayerSettings:
