@@ -133,7 +133,7 @@ def test_the_rank_that_took_longest_or_the_one_asked_for(ranks, tmp_path):
 
 def _travelling(sizes, **compression):
     """A recorded step of a layer whose experts travel, and whether they hide behind anything here."""
-    from megatron_moe_opt.cli.layer.recorded_step import record_step
+    from megatron_moe_opt.cli.bench.recorded_step import record_step
     from megatron_moe_opt.options import Options
     from tests.multirank.test_expert_migration import slow_gathers
     from tests.ranks.layers import layer_with

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
+from megatron_moe_opt.cli.bench.recorded_step import RecordedStep
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.expert_migration import gathered
 from megatron_moe_opt.schedules.monta import ChunkBytes, combine, dispatch

@@ -261,10 +261,10 @@ def time_one(point: Point, cluster: Any, device: Any) -> Timed:
 
 
 def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
-    from megatron_moe_opt.cli.layer.bench import time_rounds
-    from megatron_moe_opt.cli.layer.predicted import predict_layer, workload_of
+    from megatron_moe_opt.cli.bench.balance import routing_balance
+    from megatron_moe_opt.cli.bench.predicted import predict_layer, workload_of
+    from megatron_moe_opt.cli.bench.run import time_rounds
     from megatron_moe_opt.cli.ranks import parallel_layer
-    from megatron_moe_opt.cli.routing.balance import routing_balance
     from megatron_moe_opt.integration.measuring.under_test import layers_under_test
     from megatron_moe_opt.planning.predicting.baselines import deepspeed, fastermoe
     from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
