@@ -177,6 +177,13 @@ class Layout:
         return strides
 
 
+def mixes_expert_gradients(tp: int, ep: int, expert_tp: int) -> bool:
+    """Whether Megatron before 0.19 sums experts' gradients over other ranks than those that hold the same experts: with
+    EP 1 it takes them for dense weights, which lie as TP cuts them.
+    """
+    return ep == 1 and expert_tp != tp
+
+
 def layout_of_options(sizes: Mapping[str, int], ranks: str) -> Layout:
     """Returns the layout that a command's options ask for: `--world`, and of --tp, --cp, --pp, --ep and --expert-tp
     those that it has; the others are 1.
