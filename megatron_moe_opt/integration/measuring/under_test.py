@@ -15,7 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe_opt import register
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.auto.auto_layer import Controller, current_controller
+from megatron_moe_opt.integration.auto.auto_layer import current_controller
+from megatron_moe_opt.integration.auto.controller import Controller
 from megatron_moe_opt.integration.flex_backends import DEFAULT
 from megatron_moe_opt.integration.layer.moe_layer import build_layer, forget_migrated_experts, impose_routing
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings, torch_dtype
