@@ -67,7 +67,7 @@ LAYERS: dict[str, Callable[[], Iterable[float]]] = {
     "monta O2 x 3": lambda: errors_of("monta", BOTH, Options(monta_level="O2", chunks=3)),
     "monta O3 x 4, recompute": lambda: errors_of("monta", BOTH, Options(monta_level="O3", chunks=4), RECOMPUTE),
     "parm": lambda: errors_of("parm", BOTH, Options()),
-    "parm S2": lambda: compare_replicated("parm", BOTH, {}, None, "S2").values(),
+    "parm S2": lambda: compare_replicated("parm", BOTH, {}, None, Options(parm_schedule="S2")).values(),
     "deepspeed": lambda: errors_of("deepspeed", BOTH, Options()),
     **{
         f"mpmoe {strategy} x {count}": lambda count=count, strategy=strategy: several_passes(count, strategy)

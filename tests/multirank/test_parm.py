@@ -22,11 +22,10 @@ from tests.multirank.test_dispatchers import (
     case_id,
     compare,
     marked,
-    route_to,
 )
+from tests.ranks.devices import difference
+from tests.ranks.layers import BATCH, SEQUENCE, route_to
 from tests.ranks.pool import RankFailure
-
-SEQUENCE, BATCH = 24, 3
 
 CASES = [
     *((layout, {"moe_router_topk": 2 - number % 2}, None) for number, layout in enumerate(LAYOUTS)),
@@ -90,8 +89,7 @@ def compare_replicated(
     layout: dict[str, int],
     settings: dict[str, Any],
     routing: str | None,
-    schedule: str = "S1",
-    way: str | None = None,
+    options: Options | None = None,
     frozen: bool = False,
 ) -> dict[str, float]:
     """How far our layer on all tokens, without sequence parallelism, is from stock's on each rank's part.
@@ -108,7 +106,7 @@ def compare_replicated(
     from tests.ranks.megatron import moe_config, parallel
 
     tp = layout["tp"]
-    megatron_moe_opt.register(Options(parm_schedule=schedule, way=way))
+    megatron_moe_opt.register(options)
     with parallel(**layout), phases_of_any_size():
         torch.manual_seed(11 + dist.get_rank() // tp)  # routers are alike on the ranks of a TP group
         stock_config = moe_config(moe_router_pre_softmax=True, **settings)
@@ -147,11 +145,7 @@ def compare_replicated(
             replicated = getattr(parameter, "sequence_parallel", False) and not name.startswith("experts.")
             expected[name] = sum_over_tp(parameter.grad) if replicated else parameter.grad
     assert found.keys() == expected.keys() and any("router" in name for name in found)
-    return {name: relative_error(found[name], expected[name]) for name in expected}
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+    return {name: difference(found[name], expected[name]) for name in expected}
 
 
 GATED = SHARED | {"moe_shared_expert_gate": True}
@@ -186,6 +180,7 @@ def test_replicated_tokens_give_what_sequence_parallelism_gives(ranks, layout, s
             assert not any(errors.values()), errors
 
 
+S2 = Options(parm_schedule="S2")
 SPLIT_AFTER_THE_GATE = [
     ({"tp": 2, "ep": 2, "etp": 2}, {"moe_router_topk": 1}, "hot"),
     *(({"tp": 2, "ep": 2, "etp": 2}, extra, None) for extra in (SHARED, GATED, RECOMPUTE, Z_LOSS)),
@@ -200,14 +195,14 @@ SPLIT_AFTER_THE_GATE = [
 @pytest.mark.parametrize(("layout", "settings", "routing"), SPLIT_AFTER_THE_GATE, ids=str)
 def test_split_after_the_gate_gives_what_sequence_parallelism_gives(ranks, dispatcher, layout, settings, routing):
     """S2, and the reference schedule, whose ranks all do everything: sums are taken in another order."""
-    arguments = {"layout": layout, "settings": settings, "routing": routing, "schedule": "S2"}
+    arguments = {"layout": layout, "settings": settings, "routing": routing, "options": S2}
     for errors in ranks.run(compare_replicated, dispatcher=dispatcher, **arguments):
         assert max(errors.values()) < 1e-6, errors
 
 
-@pytest.mark.parametrize("schedule", ["S1", "S2"])
-def test_a_router_that_was_frozen_is_trained_as_others_later(ranks, schedule):
-    arguments = {"layout": {"tp": 2, "ep": 2, "etp": 2}, "settings": SHARED, "routing": None, "schedule": schedule}
+@pytest.mark.parametrize("options", [None, S2], ids=["S1", "S2"])
+def test_a_router_that_was_frozen_is_trained_as_others_later(ranks, options):
+    arguments = {"layout": {"tp": 2, "ep": 2, "etp": 2}, "settings": SHARED, "routing": None, "options": options}
     for errors in ranks.run(compare_replicated, dispatcher="parm", frozen=True, **arguments):
         assert max(errors.values()) < 1e-6, errors
 
@@ -217,7 +212,7 @@ def one_routes_differently(layout: dict[str, int]) -> None:
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
-    megatron_moe_opt.register(Options(parm_schedule="S2"))
+    megatron_moe_opt.register(S2)
     try:
         with parallel(**layout):
             layer = build_layer(moe_config(moe_token_dispatcher_type="parm", sequence_parallel=False))
