@@ -7,8 +7,8 @@
 
 Writes PREFIX.bin and PREFIX.idx, which Megatron's `--data-path PREFIX` takes (its `--split` makes train, validation
 and test out of the one dataset), and PREFIX.json, which says what they were made from. A token is a byte of the file
-(0 to 255); END_OF_DOCUMENT (256) closes each file; VOCABULARY counts both. A dataset whose source has not changed is
-kept as it is. All three files appear under their names only when complete, the .json last.
+(0 to 255); END_OF_DOCUMENT (256) closes each file. A dataset whose source has not changed is kept as it is. All three
+files appear under their names only when complete, the .json last.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_folder, written_whole
 
 END_OF_DOCUMENT = 256
-VOCABULARY = END_OF_DOCUMENT + 1
 
 FORMAT = 2  # counted up when the same text would give other tokens
 DTYPE = np.uint16  # the least of Megatron's dataset types that holds 256

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
+from megatron_moe_opt.cli.bench.run import check, time_rounds
 from megatron_moe_opt.cli.console import report_console, say, table_of
-from megatron_moe_opt.cli.layer.bench import check, time_rounds
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, byte_budget, finite, whole_numbers
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import typer
 from rich.table import Table
 
+from megatron_moe_opt.cli.bench.live_memory import device_memory
 from megatron_moe_opt.cli.console import report_console
-from megatron_moe_opt.cli.layer.live_memory import device_memory
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, whole_numbers
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer

@@ -122,9 +122,9 @@ def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
     """Returns what `auto` keeps at a point, and what all variants take. A collective call over the world."""
     import torch.distributed as dist
 
-    from megatron_moe_opt.cli.layer.predicted import workload_of
+    from megatron_moe_opt.cli.bench.balance import routing_balance
+    from megatron_moe_opt.cli.bench.predicted import workload_of
     from megatron_moe_opt.cli.ranks import parallel_layer
-    from megatron_moe_opt.cli.routing.balance import routing_balance
     from megatron_moe_opt.runtime.job.agreement import found_by_first
     from megatron_moe_opt.topology.domains import find_levels
     from tools.bench_choice import measure

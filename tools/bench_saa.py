@@ -27,7 +27,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring import loads
 from megatron_moe_opt.integration.measuring.layer_settings import torch_dtype
 from megatron_moe_opt.integration.measuring.loads import Rows
-from megatron_moe_opt.integration.measuring.measure import expert_groups, megatron_groups
+from megatron_moe_opt.integration.measuring.megatron_moves import expert_groups, megatron_groups
 from megatron_moe_opt.integration.measuring.meter import SizedPipeline
 from megatron_moe_opt.integration.measuring.timing import slowest
 from megatron_moe_opt.output_file import check_output_file, write_text_whole

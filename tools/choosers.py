@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_moe_opt.cli.routing.balance import routing_balance
+from megatron_moe_opt.cli.bench.balance import routing_balance
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.integration.measuring.timing import slowest
@@ -27,7 +27,7 @@ from megatron_moe_opt.systems.parm import PARM
 from megatron_moe_opt.systems.system import SharedOptions, System
 
 if TYPE_CHECKING:
-    from megatron_moe_opt.integration.auto.auto_layer import Controller
+    from megatron_moe_opt.integration.auto.controller import Controller
 
 CHUNKS = (2, 4, 8, 16)
 STEPS = 1000

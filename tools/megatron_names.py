@@ -3,7 +3,7 @@
     python -m tools.megatron_names MEGATRON_LM_CHECKOUT
 
 Sources are read, nothing is imported. A name is a module, what is imported from it or asked of it, and an attribute of
-a class of it; what is asked of instances is not seen. Comparisons with the dispatcher's name that integration/guards.py
+a class of it; what is asked of instances is not seen. Comparisons with the dispatcher's name that megatron_guards.py
 does not list are said too. The exit status is 1 where there is anything to say.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
-from megatron_moe_opt.integration.guards import GUARDS
+from tools.megatron_guards import GUARDS
 
 PACKAGE = Path(__file__).resolve().parents[1] / "megatron_moe_opt"
 DISPATCHER = "moe_token_dispatcher_type"
@@ -150,7 +150,7 @@ def main() -> int:
     listed = {(guard.file, guard.comparison) for guard in GUARDS}
     new = sorted({(file, what) for file, what, _ in comparisons(checkout / "megatron")} - listed)
     for file, what in new:
-        print(f"{file}: {what}: not in integration/guards.py")
+        print(f"{file}: {what}: not in tools/megatron_guards.py")
     print(f"{len(used)} names, {len(missing)} not there; {len(new)} comparisons that are not listed")
     return 1 if missing or new else 0
 

@@ -1,6 +1,6 @@
-"""What a pipeline of equal chunks takes, in closed form (MoNTA, Algorithms 1 to 3).
+"""MoNTA in closed form: what a pipeline of equal chunks takes (Algorithms 1 to 3), and activations (eq. 2, Table 4).
 
-It takes one pass of a chunk through all lanes, and N - 1 times its longest lane:
+A pipeline takes one pass of a chunk through all lanes, and N - 1 times its longest lane:
 
     T = sum(stages) + (N - 1) * max(stages)
 
@@ -40,3 +40,23 @@ def pipeline_seconds(stages: Iterable[tuple[Lane, float]], chunks: int) -> float
     for lane, seconds in stages:
         lanes[lane] = lanes.get(lane, 0.0) + seconds
     return sum(lanes.values()) + (chunks - 1) * max(lanes.values())
+
+
+def paper_activations(
+    tokens: int, sequence: int, hidden: int, heads: int, layers: int, topk: int, tp: int = 1
+) -> dict[str, float]:
+    """Returns the bytes of eq. 2 and of the rows of Table 4: 16-bit, experts of 4 * hidden without gate, dropout, plain
+    attention.
+
+    With tokens = b s, and l layers of which the first pipeline stage holds l / p for p micro-batches. By row:
+    "none", "tp", "sp" (with TP), "selective" and "full" (with TP and SP).
+    """
+    scale, scores = tokens * hidden * layers, 5 * heads * sequence / hidden
+    rows = 13 + 21 * topk
+    return {
+        "none": scale * (rows + scores),
+        "tp": scale * (5 + 5 * topk + (8 + 16 * topk + scores) / tp),
+        "sp": scale * (rows + scores) / tp,
+        "selective": scale * rows / tp,
+        "full": scale * 2 / tp,
+    }

@@ -98,10 +98,6 @@ class Collectives:
         """Returns t_D, the seconds that S1 and S2 communicate where N_MP is 1 (eq. 2)."""
         return 2 * self.exchange_joint(rows * self.n_esp)
 
-    def t_d1(self, tokens: float, rows: float) -> float:
-        """Returns t_D1, the seconds that S1 communicates (eq. 11)."""
-        return 2 * self.exchange_joint(rows * self.n_esp / self.n_mp) + self.gather_mp(tokens)
-
     def t_d2(self, rows: float) -> float:
         """Returns t_D2, the seconds that S2 communicates (eq. 7)."""
         x = rows * self.n_esp / self.n_mp

@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 import megatron_moe_opt
+from megatron_moe_opt.cli.bench.commands import bench
 from megatron_moe_opt.cli.doctor import doctor
-from megatron_moe_opt.cli.layer.commands import bench
 from megatron_moe_opt.cli.option_types import SectionedCommand
 from megatron_moe_opt.cli.plan.commands import plan
 from megatron_moe_opt.cli.profile.commands import profile
 from megatron_moe_opt.cli.report.commands import report, timeline
-from megatron_moe_opt.cli.routing.commands import app as trace_app
+from megatron_moe_opt.cli.trace.commands import app as trace_app
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError, sentence
 
 app = typer.Typer(

@@ -125,20 +125,16 @@ class MpmoeDispatcher(Dispatcher):
     """Moves tokens to their experts, runs the experts, and moves the results back."""
 
     def __init__(
-        self,
-        groups: ExpertGroups,
-        partitioning: Partitioning,
-        hops: TokenHops | None = None,
-        wire: Wire = SAME,
-        shares_tokens: bool = False,
+        self, groups: ExpertGroups, partitioning: Partitioning, wire: Wire = SAME, shares_tokens: bool = False
     ) -> None:
         """
         Args:
-            hops: of the layer's tokens; None: partitions go by rows alone.
             wire: how rows travel.
             shares_tokens: a TP group whose ranks hold the same tokens shares them out here, where all of them hop.
         """
-        self.groups, self.partitioning, self.hops, self.wire = groups, partitioning, hops, wire
+        self.groups, self.partitioning, self.wire = groups, partitioning, wire
+        self.hops: TokenHops | None = None
+        """Where the layer's tokens hop, in groups that live as long as this dispatcher; None: partitions go by rows."""
         self._shares_tokens = shares_tokens
         self._copies: TokenCopies | None = None
         """The TP group that shares out its tokens; None: every rank has tokens of its own."""

@@ -17,6 +17,7 @@ from megatron_moe_opt.row_format import SAME, Wire, WireFormat
 from megatron_moe_opt.systems import SYSTEMS, moves_samples, system_of
 from megatron_moe_opt.systems.expert_migration import NAME as EXPERT_MIGRATION
 from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, shown
+from megatron_moe_opt.topology.layouts import mixes_expert_gradients
 from megatron_moe_opt.versions import megatron_is_before
 
 GRAPHED = ("attn", "mlp", "moe_router")
@@ -152,11 +153,9 @@ def check_config(config: Any, name: str, options: Options, is_of_run: bool = Tru
 
 
 def _check_gradient_groups(config: Any, name: str) -> None:
-    """Refuses experts whose gradients Megatron before 0.19 sums over other ranks than those that hold the same: with EP
-    1 it takes them for dense weights, which lie as TP cuts them.
-    """
+    """Refuses experts of whose gradients Megatron adds up those of different ones."""
     tp, etp = config.tensor_model_parallel_size, config.expert_tensor_parallel_size
-    if config.expert_model_parallel_size == 1 and etp != tp and megatron_is_before(0, 19):
+    if mixes_expert_gradients(tp, config.expert_model_parallel_size, etp) and megatron_is_before(0, 19):
         raise ConfigurationError(
             f"--expert-tensor-parallel-size {etp} beside --tensor-model-parallel-size {tp} at --expert-model-parallel-"
             "size 1 makes Megatron before 0.19 sum experts' gradients over ranks that do not hold the same experts, "

@@ -280,18 +280,9 @@ def domains_of(options: Any, workers: tuple[int, ...]) -> ExpertDomains:
     return stationary(workers) if options.domain_sizes is None else named_domains(options.domain_sizes, workers)
 
 
-def candidate(
-    layer: LayerOnCluster, count: int, strategy: str, way: str = ROWS, domains: ExpertDomains | None = None
-) -> Prediction:
-    """Returns what the layer takes in so many partitions.
-
-    Args:
-        domains: in which experts travel, where tokens hop; None: none does.
-
-    Raises:
-        ConfigurationError: a curve is missing.
-    """
-    return _predicted(layer, PartitionedLayer.of(layer, count, way, domains), strategy)
+def candidate(layer: LayerOnCluster, count: int, strategy: str) -> Prediction:
+    """Returns what the layer takes in so many partitions of rows. Raises ConfigurationError: a curve is missing."""
+    return _predicted(layer, PartitionedLayer.of(layer, count, ROWS, None), strategy)
 
 
 def _predicted(layer: LayerOnCluster, cut: PartitionedLayer, strategy: str) -> Prediction:

@@ -130,19 +130,6 @@ class Layout:
             blocks.setdefault(block, []).append(rank)
         return tuple(tuple(ranks) for ranks in blocks.values())
 
-    @property
-    def orthogonal(self) -> bool:
-        """Whether an EP group and a CP group never share more than one rank: Fig. 12(a), horizontal."""
-        return all(shared <= 1 for shared, _ in self._meetings())
-
-    @property
-    def aligned(self) -> bool:
-        """Whether an EP group and a CP group that meet lie one within the other: Fig. 12(b), vertical.
-
-        Both this and `orthogonal` hold where cp or ep is 1.
-        """
-        return all(shared in (0, smaller) for shared, smaller in self._meetings())
-
     def flags(self) -> tuple[str, ...]:
         """Returns the arguments of Megatron-LM's training scripts that ask for this layout.
 
@@ -189,10 +176,12 @@ class Layout:
                 distance *= self.size(side[dimension])
         return strides
 
-    def _meetings(self) -> list[tuple[int, int]]:
-        """Returns, for each EP and CP group, (ranks that they share, the smaller one's size)."""
-        cps = [set(ranks) for ranks in self.groups("cp")]
-        return [(len(cp.intersection(ep)), min(len(cp), len(ep))) for ep in self.groups("ep") for cp in cps]
+
+def mixes_expert_gradients(tp: int, ep: int, expert_tp: int) -> bool:
+    """Whether Megatron before 0.19 sums experts' gradients over other ranks than those that hold the same experts: with
+    EP 1 it takes them for dense weights, which lie as TP cuts them.
+    """
+    return ep == 1 and expert_tp != tp
 
 
 def layout_of_options(sizes: Mapping[str, int], ranks: str) -> Layout:

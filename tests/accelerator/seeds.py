@@ -67,7 +67,7 @@ LAYERS: dict[str, Callable[[], Iterable[float]]] = {
     "monta O2 x 3": lambda: errors_of("monta", BOTH, Options(monta_level="O2", chunks=3)),
     "monta O3 x 4, recompute": lambda: errors_of("monta", BOTH, Options(monta_level="O3", chunks=4), RECOMPUTE),
     "parm": lambda: errors_of("parm", BOTH, Options()),
-    "parm S2": lambda: compare_replicated("parm", BOTH, {}, None, parm_schedule="S2").values(),
+    "parm S2": lambda: compare_replicated("parm", BOTH, {}, None, Options(parm_schedule="S2")).values(),
     "deepspeed": lambda: errors_of("deepspeed", BOTH, Options()),
     **{
         f"mpmoe {strategy} x {count}": lambda count=count, strategy=strategy: several_passes(count, strategy)
@@ -77,7 +77,7 @@ LAYERS: dict[str, Callable[[], Iterable[float]]] = {
     "mpmoe S2 x 4, hops": lambda: several_passes(4, "S2", (2, 2)),
     "mpmoe S1 x 3, hops, experts travel": lambda: several_passes(3, "S1", (2, 2), (2, 1)),
     "mpmoe x 3, hops from shared tokens": lambda: compare_replicated(
-        "mpmoe", BOTH, {}, None, way="hops", network_levels=(2,), partitions=3
+        "mpmoe", BOTH, {}, None, Options(way="hops", network_levels=(2,), partitions=3)
     ).values(),
     "expert-migration": lambda: errors_of("expert-migration", EP4, TRAVELLING),
     "netmoe": lambda: netmoe("tp2-ep2-etp2-shared"),

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.options import Options
 from tests.multirank import test_bench_layer
 from tests.multirank.test_dispatchers import compare
 from tests.multirank.test_mpmoe import worst_errors
@@ -119,7 +120,7 @@ def test_calls_are_late_and_strict(gpu_ranks):
 def errors_of(dispatcher: str, folder: object) -> list[float]:
     """Returns the errors of a layer against stock, forward and backward."""
     if dispatcher == "parm":
-        return list(compare_replicated("parm", BOTH, {}, None, parm_schedule="S2").values())
+        return list(compare_replicated("parm", BOTH, {}, None, Options(parm_schedule="S2")).values())
     if dispatcher == "mpmoe":
         return [error for error, _ in worst_errors(BOTH, {}, None, [(2, "S4")], steps=2).values()]
     layout = BOTH if dispatcher in ("monta", "deepspeed") else EP4

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt import launch
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement
-from megatron_moe_opt.integration.auto.auto_layer import Controller
+from megatron_moe_opt.integration.auto.controller import Controller
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.executor import Executor
 from megatron_moe_opt.schedules.schedule import Lane, Schedule

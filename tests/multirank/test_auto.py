@@ -83,13 +83,15 @@ def train(
     """
     import megatron_moe_opt
     from megatron_moe_opt.dispatchers import sample_placement
-    from megatron_moe_opt.integration.auto import auto_layer, look, sample_saving
+    from megatron_moe_opt.integration.auto import controller as controlling
+    from megatron_moe_opt.integration.auto import look, sample_saving
+    from megatron_moe_opt.integration.auto.auto_layer import current_controller
     from megatron_moe_opt.planning.choosing import drift, trials
     from tests.multirank.test_netmoe import at_random
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
-    slowest, settle, moved, said = auto_layer.Controller._slowest, sample_placement.settle, [], []
+    slowest, settle, moved, said = controlling.Controller._slowest, sample_placement.settle, [], []
 
     def taken(controller: Any, measured: float) -> float:
         slowest(controller, measured)  # ranks ask each other all the same
@@ -103,13 +105,13 @@ def train(
     with pytest.MonkeyPatch.context() as patch, parallel(**sizes):
         patch.setattr(trials, "TURN", 2)
         patch.setattr(trials, "MOST_STEPS", most_steps)
-        patch.setattr(auto_layer, "say", lambda _, line: said.append(line))
+        patch.setattr(controlling, "say", lambda _, line: said.append(line))
         if learnt is not None:
             patch.setattr(drift, "WINDOW", learnt // 2)
             patch.setattr(drift, "LEARNT", learnt)
             patch.setattr(drift, "MOST_COST", 1e3)
         if seconds is not None:
-            patch.setattr(auto_layer.Controller, "_slowest", taken)
+            patch.setattr(controlling.Controller, "_slowest", taken)
         if savings is not None:
             found = iter(savings)
             patch.setattr(look, "saving_of", lambda *_: next(found))
@@ -121,7 +123,7 @@ def train(
         try:
             config = {"learning_rate": 1e-3, "microbatches": 1} | config
             model = gpt(**config)
-            controller = auto_layer._controller
+            controller = current_controller()
             if stops:
                 ran = ""
                 while not ran.startswith("netmoe"):
@@ -130,7 +132,7 @@ def train(
                 stopped = model
                 megatron_moe_opt.register(options)
                 model = gpt(**config)
-                controller = auto_layer._controller
+                controller = current_controller()
                 model.model.module.load_state_dict(stopped.model.module.state_dict())
                 model.optimizer.load_state_dict(stopped.optimizer.state_dict())  # not copied: that run has ended
                 model.step, model.losses = stopped.step, stopped.losses
@@ -238,7 +240,7 @@ def train_with_a_flex_of_its_own(file: Path, fastest: str, fails_on: int | None 
     from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
     from megatron_moe_opt.integration import flex_backends
-    from megatron_moe_opt.integration.auto import auto_layer
+    from megatron_moe_opt.integration.auto import controller as controlling
     from tests.ranks.megatron import moe_config
 
     class Flex(token_dispatcher.MoEAlltoAllTokenDispatcher):
@@ -248,7 +250,7 @@ def train_with_a_flex_of_its_own(file: Path, fastest: str, fails_on: int | None 
             return super().token_dispatch(*args)
 
     released = []
-    missing, release = flex_backends.missing_for_flex, auto_layer.release_buffers
+    missing, release = flex_backends.missing_for_flex, controlling.release_buffers
 
     def buffer(group: Any, row_bytes: int) -> str:
         assert (group.size(), row_bytes) == (4, 4 * moe_config().hidden_size)
@@ -268,7 +270,7 @@ def train_with_a_flex_of_its_own(file: Path, fastest: str, fails_on: int | None 
         patch.setattr(flex_backends, "missing_for_flex", lambda one: None if one == "deepep" else missing(one))
         patch.setattr(fused_a2a, "_buffer", None)
         patch.setattr(fused_a2a, "get_buffer", buffer)
-        patch.setattr(auto_layer, "release_buffers", watch)
+        patch.setattr(controlling, "release_buffers", watch)
         found = train(
             options=Options(profile=file), sizes={"ep": 4}, seconds=AllAlike({fastest: 0.5}),
             moe_token_dispatcher_type="auto", **TWO_BESIDE,
@@ -398,7 +400,7 @@ def test_layers_change_to_rows_split_after_the_gate_and_back(ranks, tmp_path):
 
 def train_unlike_layers(file: Path) -> dict[str, Any]:
     """The second layer passes for one of other sizes; each layer has its own fastest variant."""
-    from megatron_moe_opt.integration.auto.auto_layer import Controller
+    from megatron_moe_opt.integration.auto.controller import Controller
     from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 
     workload, runs = PlannedLayer.workload, []
@@ -468,7 +470,7 @@ def test_it_plans_anew_when_steps_take_longer_than_when_it_was_chosen(ranks, tmp
 
 def train_while_routers_learn(file: Path) -> dict[str, Any]:
     """Trains so that samples have come to differ at the second look. The cluster is taken to be as the file says."""
-    from megatron_moe_opt.integration.auto.auto_layer import Controller
+    from megatron_moe_opt.integration.auto.controller import Controller
     from megatron_moe_opt.integration.auto.own_profile import OwnProfile
 
     measured = []
@@ -570,7 +572,7 @@ def train_by_own_file(folder: Path, groups_come_later: bool) -> dict[str, Any]:
     """
     import torch.distributed as dist
 
-    from megatron_moe_opt.integration.auto.auto_layer import Controller
+    from megatron_moe_opt.integration.auto.controller import Controller
 
     init = Controller.__init__
 

@@ -46,7 +46,7 @@ def _settings(**changes: Any) -> LayerSettings:
 
 def _run(settings):
     """Returns the report of this rank."""
-    from megatron_moe_opt.cli.layer.bench import run
+    from megatron_moe_opt.cli.bench.run import run
 
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     try:
@@ -145,7 +145,7 @@ def _differ():
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_moe_opt.cli.layer.bench import _differences
+    from megatron_moe_opt.cli.bench.run import _differences
     from megatron_moe_opt.integration.measuring.under_test import layers_under_test
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
@@ -196,7 +196,7 @@ def test_imposed_routing_trains_the_router(ranks):
 
 
 def _rates():
-    from megatron_moe_opt.cli.layer.links import measure_links
+    from megatron_moe_opt.cli.bench.links import measure_links
     from megatron_moe_opt.topology.nodes import NodeMap
 
     device = rank_device()
@@ -208,17 +208,15 @@ def _experts_in_turns():
     after a step of a whole one.
     """
     from megatron_moe_opt.cli.ranks import parallel_layer
-    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
     from megatron_moe_opt.topology.nodes import NodeMap
+    from tests.ranks.layers import layer_with
 
-    settings = _settings(dispatchers=("expert-migration:2x2",))
+    settings = _settings()
     travelling = Options(network_levels=(2, 2), domain_sizes=(2, 2))
     sent = []
     with parallel_layer(1, 4, 1, seed=1):
         for_each = travelling, replace(travelling, compression_ratio=4.0)
-        whole, compressed = (
-            layer_under_test(settings, "expert-migration:2x2", 4, rank_device(), options=one) for one in for_each
-        )
+        whole, compressed = (layer_with(settings, "expert-migration", 4, one) for one in for_each)
         for other in (None, None, whole, compressed, whole):  # the first message is whole
             if other is not None:
                 other.step()
@@ -274,7 +272,7 @@ def test_settings_that_contradict_each_other(changes, sentence):
 def test_flex_is_refused_where_it_cannot_run_and_built_as_named_where_it_can(monkeypatch):
     from types import SimpleNamespace
 
-    from megatron_moe_opt.cli.layer.bench import check
+    from megatron_moe_opt.cli.bench.run import check
     from megatron_moe_opt.integration.measuring.under_test import layer_config
 
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -86,7 +86,7 @@ def test_samples_that_each_use_one_node_cross_nodes_twice_only(ranks, tokens, dt
 
 
 def bench_auto(profile: Path) -> Any:
-    from megatron_moe_opt.integration.auto.auto_layer import Controller
+    from megatron_moe_opt.integration.auto.controller import Controller
     from megatron_moe_opt.planning.choosing import trials
     from tools import bench_samples
 

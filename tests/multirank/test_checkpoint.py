@@ -5,22 +5,20 @@ What a layer saves is dropped, and the layer runs again where its backward pass 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from tests.multirank.test_dispatchers import SHARED
 from tests.multirank.test_expert_migration import layers
-from tests.multirank.test_mpmoe import passes, relative_error
+from tests.ranks.layers import BesideStock
 
 CUT, WHOLE = {"tp": 2, "ep": 2, "etp": 2}, {"tp": 2, "ep": 4, "etp": 1}
-FEATURES = {"moe_router_pre_softmax": True, "moe_shared_expert_intermediate_size": 32}
 DISPATCHERS = [
     (CUT, "monta", {"monta_level": "O3", "chunks": 3}),
     (CUT, "parm", {"parm_schedule": "S1"}),
@@ -42,28 +40,18 @@ def worst_errors(where: str) -> dict[str, tuple[float, str]]:
     """Returns the worst errors of two passes, whose backward passes come after both, against
     stock's without checkpoint.
     """
-    import megatron_moe_opt
-    from megatron_moe_opt.integration.layer.moe_layer import build_layer
-    from tests.ranks.megatron import moe_config, parallel
+    from tests.ranks.megatron import parallel
 
     worst = {}
     for layout, dispatcher, options in DISPATCHERS:
         if (where, dispatcher) == ("experts", "expert-migration"):
             continue  # refused
         with parallel(**layout):
-            torch.manual_seed(11 + dist.get_rank())
-            config = moe_config(**FEATURES)
-            hidden = torch.randn(12, 3, config.hidden_size)
-            stock = build_layer(config)
-            expected = passes(stock, hidden, 2)
-            megatron_moe_opt.register(Options(**options))
-            layer = build_layer(dataclasses.replace(config, moe_token_dispatcher_type=dispatcher))
-            megatron_moe_opt.register()
-            layer.load_state_dict(stock.state_dict())
+            beside = BesideStock(SHARED, steps=2, together=True)
+            layer = beside.ours(dispatcher, Options(**options))
             checkpointed(layer.experts if where == "experts" else layer)
-            found = passes(layer, hidden, 2)
-            errors = [(relative_error(found[name], expected[name]), name) for name in expected]
-            worst[f"{dispatcher} {options}"] = max(errors)
+            errors = beside.errors(beside.run(layer))
+            worst[f"{dispatcher} {options}"] = max((error, name) for name, error in errors.items())
     return worst
 
 

@@ -6,7 +6,6 @@ partial outputs in another order: it is held to the numerics contract (1e-6 in f
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -15,49 +14,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.versions import megatron_version
-from tests.ranks.devices import difference, same
-
-SEQUENCE, BATCH = 24, 3  # 3 sequences of 24 tokens: nothing divides the 8 experts evenly
-
-
-def route_to(layer: Any, routing: str, seed: int) -> None:
-    """Imposes a routing on the layer; the probabilities still come from (and train) its router."""
-    router, config = layer.router, layer.config
-    generator = torch.Generator().manual_seed(seed)
-
-    def forward(hidden: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = hidden.shape[0] * hidden.shape[1]
-        routing_map = imposed_map(routing, tokens, config.num_moe_experts, config.moe_router_topk, generator)
-        scores = torch.sigmoid(router.gating(hidden)).view(tokens, -1)
-        return scores * routing_map, routing_map
-
-    router.forward = forward
-
-
-def imposed_map(routing: str, tokens: int, experts: int, topk: int, generator: torch.Generator) -> torch.Tensor:
-    """bool [tokens, experts]: `hot` all to the first experts, `skewed` Zipf, `ragged` 0 to top-k experts a token."""
-    weights = torch.ones(tokens, experts)
-    if routing == "hot":  # the other experts, and all ranks but the first, get nothing
-        weights[:, topk:] = 1e-9
-    elif routing == "skewed":
-        weights /= torch.arange(1, experts + 1) ** 2
-    chosen = torch.multinomial(weights.cpu(), topk, generator=generator).to(weights.device)
-    routing_map = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, chosen, True)
-    if routing == "ragged":
-        routing_map &= torch.rand(tokens, experts, generator=generator) < 0.5
-    return routing_map
-
-
-def run_layer(layer: Any, hidden: torch.Tensor, steps: int) -> dict[str, torch.Tensor]:
-    """Returns output, input gradient and weight gradients after `steps` forward and backward passes."""
-    results = {}
-    for step in range(steps):
-        hidden_states = hidden.detach().clone().requires_grad_()
-        output, _ = layer(hidden_states)
-        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(7 + step + dist.get_rank()))
-        (output.float() * weights).sum().backward()
-        results |= {f"output {step}": output.detach(), f"input grad {step}": hidden_states.grad}
-    return results | {f"grad {n}": p.grad for n, p in layer.named_parameters() if p.grad is not None}
+from tests.ranks.layers import BATCH, SEQUENCE, BesideStock, run_layer
 
 
 def compare(
@@ -69,35 +26,13 @@ def compare(
     steps: int = 1,
     options: Options | None = None,
 ) -> dict[str, Any]:
-    """Returns, on every rank, the relative error of each result (norm of the difference over the
-    norm), and if all are equal.
-    """
-    import megatron_moe_opt
-    from megatron_moe_opt.integration.layer.moe_layer import build_layer
-    from tests.ranks.megatron import moe_config, parallel
+    """On every rank: the relative error of each result, and whether all are stock's; see BesideStock."""
+    from tests.ranks.megatron import parallel
 
     with parallel(**layout):
-        torch.manual_seed(11 + dist.get_rank())
-        settings = {"moe_router_pre_softmax": True, "bf16": dtype == "bfloat16"} | settings  # top-1 needs pre-softmax
-        stock_config = moe_config(**settings)
-        our_config = dataclasses.replace(stock_config, moe_token_dispatcher_type=dispatcher)
-        megatron_moe_opt.register(options)
-        layers = [build_layer(config).to(getattr(torch, dtype)) for config in (stock_config, our_config)]
-        megatron_moe_opt.register()
-        layers[1].load_state_dict(layers[0].state_dict())
-        assert type(layers[1].token_dispatcher).__name__ == "PluggedTokenDispatcher"
-        tokens = SEQUENCE // layout.get("tp", 1) // layout.get("cp", 1)
-        hidden = torch.randn(tokens, BATCH, stock_config.hidden_size).to(getattr(torch, dtype))
-        results = []
-        for layer in layers:
-            if routing:
-                route_to(layer, routing, seed=3 + dist.get_rank())
-            results.append(run_layer(layer, hidden, steps))
-    stock, ours = results
-    assert set(stock) == set(ours) and any("router" in name for name in stock)
-    assert any("experts" in name for name in stock)
-    errors = {name: difference(ours[name], stock[name]) for name in stock}
-    return {"errors": errors, "equal": all(same(ours[name], stock[name]) for name in stock)}
+        beside = BesideStock(settings, routing, dtype, steps)
+        found = beside.run(beside.ours(dispatcher, options))
+        return {"errors": beside.errors(found), "equal": not beside.differing(found)}
 
 
 DROP = {"moe_expert_capacity_factor": 0.7}
@@ -210,7 +145,7 @@ def one_layer(dispatcher: str) -> list[bytes]:
     with parallel(tp=2, ep=2, etp=2):
         layer = build_layer(moe_config(moe_token_dispatcher_type=dispatcher))
         torch.manual_seed(5 + dist.get_rank())
-        results = run_layer(layer, torch.randn(SEQUENCE // 2, BATCH, 64), steps=1)
+        results = run_layer(layer, torch.randn(SEQUENCE // 2, BATCH, 64))
     return [results[name].cpu().numpy().tobytes() for name in sorted(results)]
 
 

@@ -16,41 +16,49 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.travelling_experts.expert_communicator import DECODING
-from tests.multirank.test_dispatchers import DROP, PAD, RECOMPUTE, SHARED, compare, route_to
+from tests.multirank.test_dispatchers import DROP, PAD, RECOMPUTE, SHARED, compare
 from tests.multirank.test_parm import compare_replicated
+from tests.ranks.layers import BesideStock, imposed_map, route_to
 from tests.ranks.pool import RankPool
 
 ONE_LEVEL, TWO_LEVELS = (4,), (2, 2)
 
 
-def compare_all(cases: list[dict[str, Any]]) -> dict[str, float]:
-    """The worst error of each case, by its name."""
+def worst_errors(cases: list[dict[str, Any]]) -> dict[str, float]:
+    """The worst error of each case and choice of domain sizes, by its name; cases as `every_size` makes them."""
+    from tests.ranks.megatron import parallel
+
     worst = {}
     for case in cases:
-        name = ", ".join(f"{key}={value}" for key, value in case.items())
-        options = Options(network_levels=case.pop("levels"), domain_sizes=case.pop("sizes"))
-        arguments = {"dispatcher": "expert-migration", "layout": {"ep": 4}, "settings": {}, "steps": 1} | case
-        worst[name] = max(compare(options=options, **arguments)["errors"].values())
+        with parallel(**case["layout"]):
+            beside = BesideStock(**case["arguments"])
+            for sizes in case["sizes"]:
+                options = Options(network_levels=case["levels"], domain_sizes=sizes)
+                errors = beside.errors(beside.run(beside.ours("expert-migration", options)))
+                worst[str(case | {"sizes": sizes})] = max(errors.values())
     return worst
 
 
 def check(pool: RankPool, cases: list[dict[str, Any]], bound: float = 1e-6) -> None:
-    for result in pool.run(compare_all, cases=cases):
+    for result in pool.run(worst_errors, cases=cases):
         assert all(error < bound for error in result.values()), {k: v for k, v in result.items() if v >= bound}
 
 
-def every_size(levels: tuple[int, ...], **case: Any) -> list[dict[str, Any]]:
+def every_size(levels: tuple[int, ...], layout: dict[str, int] | None = None, **arguments: Any) -> dict[str, Any]:
+    """A case with every choice of domain sizes: EP 4 where it has no other layout, and arguments of BesideStock."""
     from megatron_moe_opt.topology.domains import realisable
 
-    return [{"levels": levels, "sizes": domains.sizes, **case} for domains in realisable(levels)]
+    sizes = [domains.sizes for domains in realisable(levels)]
+    layout = {"ep": 4} if layout is None else layout
+    return {"levels": levels, "sizes": sizes, "layout": layout, "arguments": {"settings": {}} | arguments}
 
 
 @pytest.mark.parametrize("levels", [ONE_LEVEL, TWO_LEVELS])
 def test_every_domain_size_equals_stock(ranks, levels):
     cases = [
-        *(case for topk in (1, 2, 4) for case in every_size(levels, settings={"moe_router_topk": topk})),
-        *every_size(levels, routing="hot"),  # the other ranks get no token
-        *every_size(levels, routing="skewed", steps=2),
+        *(every_size(levels, settings={"moe_router_topk": topk}) for topk in (1, 2, 4)),
+        every_size(levels, routing="hot"),  # the other ranks get no token
+        every_size(levels, routing="skewed", steps=2),
     ]
     check(ranks, cases)
 
@@ -59,40 +67,39 @@ def test_every_domain_size_equals_stock(ranks, levels):
     "settings", [DROP, PAD, SHARED, RECOMPUTE, SHARED | {"moe_shared_expert_overlap": True}], ids=str
 )
 def test_features_equal_stock(ranks, settings):
-    check(ranks, every_size(TWO_LEVELS, settings=settings))
+    check(ranks, [every_size(TWO_LEVELS, settings=settings)])
 
 
 def test_layouts_equal_stock(ranks):
     check(
         ranks,
         [
-            *every_size((4,), layout={"tp": 2, "ep": 4, "etp": 1}),  # tokens split by sequence parallelism
-            *every_size((2,), layout={"ep": 2}),  # two expert-parallel groups
-            *every_size((2,), layout={"cp": 2, "ep": 2}),
-            *every_size((1,), layout={}),
-            {"levels": (2,), "sizes": (1,), "layout": {"tp": 2, "ep": 2, "etp": 2}},  # experts are cut
+            every_size((4,), {"tp": 2, "ep": 4, "etp": 1}),  # tokens split by sequence parallelism
+            every_size((2,), {"ep": 2}),  # two expert-parallel groups
+            every_size((2,), {"cp": 2, "ep": 2}),
+            every_size((1,), {}),
+            every_size((2,), {"tp": 2, "ep": 2, "etp": 2}) | {"sizes": [(1,)]},  # experts are cut
         ],
     )
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_tokens_that_all_tp_ranks_hold_give_what_sequence_parallelism_gives(ranks, size):
-    arguments = {"layout": {"tp": 2, "ep": 4, "etp": 1}, "settings": {}, "routing": None, "network_levels": ONE_LEVEL}
-    for errors in ranks.run(compare_replicated, dispatcher="expert-migration", domain_sizes=(size,), **arguments):
+    arguments = {"layout": {"tp": 2, "ep": 4, "etp": 1}, "settings": {}, "routing": None}
+    options = Options(network_levels=ONE_LEVEL, domain_sizes=(size,))
+    for errors in ranks.run(compare_replicated, dispatcher="expert-migration", options=options, **arguments):
         assert max(errors.values()) < 1e-6, errors
 
 
 def test_bf16_is_within_the_contract(ranks):
-    cases = every_size(TWO_LEVELS, dtype="bfloat16") + every_size(ONE_LEVEL, dtype="bfloat16")
-    check(ranks, cases, bound=1e-2)
+    check(ranks, [every_size(levels, dtype="bfloat16") for levels in (TWO_LEVELS, ONE_LEVEL)], bound=1e-2)
 
 
 @pytest.mark.parametrize("levels", [(8,), (2, 4), (4, 2)])
 def test_eight_ranks_equal_stock(eight_ranks, levels):
-    settings = {"num_moe_experts": 16, "moe_router_topk": 4}
-    cases = every_size(levels, layout={"ep": 8}, settings=settings)
-    cases += every_size(levels, layout={"ep": 8}, settings=settings, routing="skewed")[-2:]
-    check(eight_ranks, cases)
+    case = every_size(levels, {"ep": 8}, settings={"num_moe_experts": 16, "moe_router_topk": 4})
+    skewed = {"sizes": case["sizes"][-2:], "arguments": case["arguments"] | {"routing": "skewed"}}
+    check(eight_ranks, [case, case | skewed])
 
 
 ALL_ENTRIES = 0.5
@@ -390,7 +397,6 @@ def traffic(sizes: tuple[int, ...], levels: tuple[int, ...], nodes: tuple[int, .
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
     from megatron_moe_opt.topology.nodes import NodeMap
-    from tests.multirank.test_dispatchers import imposed_map
     from tests.ranks.megatron import moe_config, parallel
 
     settings = {"num_moe_experts": 16, "moe_router_topk": 4}

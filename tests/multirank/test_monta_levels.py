@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from tests.multirank.test_dispatchers import (
@@ -19,68 +17,47 @@ from tests.multirank.test_dispatchers import (
     case_id,
     compare,
     marked,
-    route_to,
-    run_layer,
 )
 from tests.multirank.test_dispatchers import LAYOUTS as NAMED_LAYOUTS
 from tests.ranks.devices import same
+from tests.ranks.layers import BATCH, BesideStock
 
 CHUNKS = (2, 3, 8)
 PIPELINES = [("O1", 1), *((level, chunks) for level in ("O2", "O3") for chunks in CHUNKS)]
 IN_LARGER_GROUPS = [("O1", 1), ("O2", 3), ("O3", 2), ("O3", 8)]
 TOPK = (1, 2, 4)
-SEQUENCE, BATCH = 20, 3  # with TP 4: 15 tokens a rank, less than 8 experts x 8 chunks
+SEQUENCE = 20  # with TP 4: 15 tokens a rank, less than 8 experts x 8 chunks
 LAYOUTS = [(tp, ep) for tp in (1, 2, 4) for ep in (1, 2, 4) if tp * ep <= 8]
 
 
-def inputs_of_experts(layer: Any) -> list[torch.Tensor]:
-    """Returns a list that grows by what the experts are given: tokens, rows per expert, probabilities."""
+def run_with_experts_inputs(beside: BesideStock, layer: Any) -> dict[str, torch.Tensor]:
+    """What a layer makes of the tokens, and what its experts are given: tokens, rows per expert, probabilities."""
     seen: list[torch.Tensor] = []
     layer.experts.register_forward_pre_hook(lambda _, args: seen.extend(tensor.detach().clone() for tensor in args))
-    return seen
-
-
-def results_of(
-    config: Any, weights: Any, hidden: torch.Tensor, routing: str | None
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    from megatron_moe_opt.integration.layer.moe_layer import build_layer
-
-    layer = build_layer(config)
-    if weights is not None:
-        layer.load_state_dict(weights)
-    if routing:
-        route_to(layer, routing, seed=3 + dist.get_rank())
-    seen = inputs_of_experts(layer)
-    results = run_layer(layer, hidden, steps=1)
-    return layer.state_dict(), results | {f"experts' input {i}": tensor for i, tensor in enumerate(seen)}
+    return beside.run(layer) | {f"experts' input {i}": tensor for i, tensor in enumerate(seen)}
 
 
 def compare_pipelines(tp: int, ep: int, pipelines: list[tuple[str, int]]) -> list[str]:
     """What differs from stock, over top-k, routing and pipelines: all of them at top-2, every other one elsewhere."""
-    import megatron_moe_opt
-    from tests.ranks.megatron import moe_config, parallel
+    from tests.ranks.megatron import parallel
 
     different = []
     with parallel(tp=tp, ep=ep, etp=tp):
         for number, topk in enumerate(TOPK):
-            torch.manual_seed(11 + dist.get_rank())
-            stock = moe_config(moe_router_topk=topk, moe_router_pre_softmax=True)
-            hidden = torch.randn(SEQUENCE // tp, BATCH, stock.hidden_size)
             # hot: all but the first experts, and all but one rank, get nothing
             for routing in (None, "hot") if topk == 2 else (None,):
-                weights, expected = results_of(stock, None, hidden, routing)
+                beside = BesideStock({"moe_router_topk": topk}, routing, sequence=SEQUENCE)
+                expected = run_with_experts_inputs(beside, beside.stock)
                 assert "experts' input 2" in expected
                 for level, chunks in pipelines if topk == 2 else pipelines[number // 2 :: 2]:
-                    megatron_moe_opt.register(Options(monta_level=level, chunks=chunks))
-                    ours = dataclasses.replace(stock, moe_token_dispatcher_type="monta")
-                    _, found = results_of(ours, weights, hidden, routing)
+                    ours = beside.ours("monta", Options(monta_level=level, chunks=chunks))
+                    found = run_with_experts_inputs(beside, ours)
                     assert found.keys() == expected.keys()
                     different += [
                         f"{level} x {chunks}, top-{topk}, {routing}: {name}"
                         for name in expected
                         if not same(found[name], expected[name])
                     ]
-    megatron_moe_opt.register(Options())
     return different
 
 

@@ -6,7 +6,6 @@ over partitions. All are held to the numerics contract.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -16,30 +15,16 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
-from tests.multirank.test_dispatchers import ASKS, DROP, LAYOUTS, PAD, RAGGED, RECOMPUTE, SHARED, route_to
+from tests.multirank.test_dispatchers import ASKS, DROP, LAYOUTS, PAD, RAGGED, RECOMPUTE, SHARED
 from tests.multirank.test_parm import FORCED, GATED, JITTER, PER_TOKEN, SINKHORN, Z_LOSS, compare_replicated
+from tests.ranks.devices import difference
+from tests.ranks.layers import BATCH, SEQUENCE, BesideStock, run_layer
 
-SEQUENCE, BATCH = 24, 3
 COUNTS = (2, 3, 8)
 ALL = [(1, "S1"), *((count, strategy) for count in COUNTS for strategy in STRATEGIES)]
 """All variants; in one partition all strategies are the same."""
 SOME = [(1, "S1"), (3, "none"), (4, "S2"), (3, "S3"), (8, "S4")]
 GATED_GELU = {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}
-
-
-def passes(layer: Any, hidden: torch.Tensor, steps: int) -> dict[str, torch.Tensor]:
-    """Returns outputs, input gradients and weight gradients of `steps` forward passes, whose
-    backward passes come after all.
-    """
-    layer.zero_grad()
-    inputs = [(hidden * (1 + step)).detach().requires_grad_() for step in range(steps)]
-    outputs = [layer(one)[0] for one in inputs]
-    results = {}
-    for step, output in enumerate(outputs):
-        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(7 + step + dist.get_rank()))
-        (output.float() * weights).sum().backward()
-        results |= {f"output {step}": output.detach(), f"input grad {step}": inputs[step].grad}
-    return results | {f"grad {n}": p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
 
 
 def worst_errors(
@@ -63,42 +48,29 @@ def worst_errors(
 
     With `levels` tokens hop over them, and experts travel in domains of these `sizes`; without, rows go the `way`.
     """
-    import megatron_moe_opt
-    from megatron_moe_opt.integration.layer.moe_layer import build_layer
-    from tests.ranks.megatron import moe_config, parallel
+    from tests.ranks.megatron import parallel
 
-    rank = dist.get_rank()
+    is_silent = dist.get_rank() in silent
+    capacity = "moe_expert_capacity_factor"
+    # Since Megatron 0.17 stock counts the rows that it sends only where some may be dropped. None of 8 experts' is.
+    counts = {capacity: 8.0} if silent else {}
     with parallel(**layout):
-        torch.manual_seed(11 + rank)
-        config = moe_config(**{"moe_router_pre_softmax": True, "bf16": dtype == "bfloat16"} | settings)
-        # Since Megatron 0.17 stock counts the rows that it sends only where some may be dropped. None is.
-        counts = {"moe_expert_capacity_factor": float(config.num_moe_experts)} if silent else {}
-        stock = build_layer(dataclasses.replace(config, **counts)).to(getattr(torch, dtype))
-        tokens = 1 if silent else SEQUENCE // layout.get("tp", 1)
-        hidden = torch.randn(tokens, BATCH, config.hidden_size).to(getattr(torch, dtype))
-        if routing:
-            route_to(stock, routing, seed=3 + rank)
-        if rank in silent:
-            route_nothing(stock)
-        expected = passes(stock, hidden, steps)
+        sequence = 1 if silent else SEQUENCE
+        beside = BesideStock(settings | counts, routing, dtype, steps, together=True, sequence=sequence)
+        if is_silent:
+            route_nothing(beside.stock)
         worst = {}
         for count, strategy in variants:
             by = {"way": way} if levels is None else {"way": "hops", "network_levels": levels, "domain_sizes": sizes}
-            megatron_moe_opt.register(Options(partitions=count, memory_reuse=strategy, **by))
-            layer = build_layer(dataclasses.replace(config, moe_token_dispatcher_type="mpmoe"))
-            layer = layer.to(getattr(torch, dtype))
-            megatron_moe_opt.register()
-            layer.load_state_dict(stock.state_dict())
-            if routing:
-                route_to(layer, routing, seed=3 + rank)
-            if rank in silent:
+            options = Options(partitions=count, memory_reuse=strategy, **by)
+            layer = beside.ours("mpmoe", options, **{capacity: settings.get(capacity)})
+            if is_silent:
                 route_nothing(layer)
             if widened:
                 layer.experts.register_forward_hook(lambda *called: (called[2][0].float(), called[2][1]))
             with slow_copies(delay):
-                found = passes(layer, hidden, steps)
-            assert found.keys() == expected.keys() and any("experts" in name for name in found)
-            worst[count, strategy] = max((relative_error(found[name], expected[name]), name) for name in expected)
+                found = beside.run(layer)
+            worst[count, strategy] = max((error, name) for name, error in beside.errors(found).items())
     return worst
 
 
@@ -111,10 +83,6 @@ def route_nothing(layer: Any) -> None:
         return scores * 0, torch.zeros_like(routing_map)
 
     layer.router.forward = forward
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30)).item()
 
 
 class slow_copies:
@@ -158,34 +126,25 @@ def frozen_experts(strategies: tuple[str, ...]) -> dict[str, tuple[float, int, i
     """Returns, by strategy, the largest error of a layer whose experts' first matrices are frozen, and the bytes that
     it and a layer that trains all of them copy to the host.
     """
-    import megatron_moe_opt
-    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
-    from tests.ranks.megatron import moe_config, parallel
+    from tests.ranks.megatron import parallel
 
     results = {}
     with parallel(ep=4):
-        torch.manual_seed(11 + dist.get_rank())
-        config = moe_config(moe_router_pre_softmax=True)
-        hidden, layers = torch.randn(SEQUENCE, BATCH, config.hidden_size), {}
-        stock = build_layer(config)
-        for strategy in strategies:
-            megatron_moe_opt.register(Options(partitions=4, memory_reuse=strategy))
-            layers[strategy] = build_layer(dataclasses.replace(config, moe_token_dispatcher_type="mpmoe"))
-            layers[strategy].load_state_dict(stock.state_dict())
-        megatron_moe_opt.register()
+        beside = BesideStock({})
+        layers = {one: beside.ours("mpmoe", Options(partitions=4, memory_reuse=one)) for one in strategies}
         copied: dict[tuple[str, bool], int] = {}
         for freeze in (False, True):
-            for layer in (stock, *layers.values()):
+            for layer in (beside.stock, *layers.values()):
                 for name, parameter in layer.experts.named_parameters():
                     parameter.requires_grad_(not (freeze and "linear_fc1" in name))
-            expected = passes(stock, hidden, 1)
+            expected = beside.run(beside.stock)
             for strategy, layer in layers.items():
                 HOST_MEMORY.reset_peak()
-                found = passes(layer, hidden, 1)
+                found = beside.run(layer)
                 copied[strategy, freeze] = HOST_MEMORY.peak
                 assert found.keys() == expected.keys()
-                worst = max(relative_error(found[name], expected[name]) for name in expected)
+                worst = max(difference(found[name], expected[name]) for name in expected)
                 results[strategy] = worst, copied[strategy, freeze], copied[strategy, False]
     return results
 
@@ -263,7 +222,7 @@ def test_tokens_that_all_tp_ranks_hold(ranks, settings):
 
 
 def test_tokens_that_all_tp_ranks_hold_go_to_all_shards_at_once(ranks):
-    arguments = {"layout": LAYOUTS["tp2-ep2-etp2"], "settings": GATED, "routing": None, "way": "joint"}
+    arguments = {"layout": LAYOUTS["tp2-ep2-etp2"], "settings": GATED, "routing": None, "options": Options(way="joint")}
     for errors in ranks.run(compare_replicated, dispatcher="mpmoe", **arguments):
         assert max(errors.values()) < 1e-6, errors
 
@@ -287,7 +246,7 @@ WHOLE, BOTH = ({"tp": 2, "ep": 2, "etp": etp} for etp in (1, 2))
 )
 def test_tokens_that_all_tp_ranks_hold_hop_from_one_of_them(ranks, layout, settings, routing, options):
     """Each partition is shared out behind the router, and gathered over TP by itself (Parm's S2)."""
-    arguments = {"layout": layout, "settings": settings, "routing": routing, "way": "hops"} | options
+    arguments = {"layout": layout, "settings": settings, "routing": routing, "options": Options(way="hops", **options)}
     for errors in ranks.run(compare_replicated, dispatcher="mpmoe", **arguments):
         assert max(errors.values()) < 1e-6, errors
 
@@ -295,7 +254,7 @@ def test_tokens_that_all_tp_ranks_hold_hop_from_one_of_them(ranks, layout, setti
 @pytest.mark.parametrize("settings", [DROP, PAD, FORCED, JITTER, SINKHORN, PER_TOKEN], ids=str)
 def test_tokens_hop_from_parts_split_before_a_router_that_would_train_another_model_on_all(ranks, settings):
     """Routers that drop, balance or draw numbers do so for each rank's part of the tokens, as in all other systems."""
-    arguments = {"layout": BOTH, "settings": settings, "routing": None, "way": "hops"}
+    arguments = {"layout": BOTH, "settings": settings, "routing": None, "options": Options(way="hops")}
     for errors in ranks.run(compare_replicated, dispatcher="mpmoe", **arguments):
         assert max(errors.values()) < 1e-6, errors
 
@@ -332,7 +291,7 @@ def collectives_of(way: str) -> set[str]:
         layer = build_layer(moe_config(moe_token_dispatcher_type="mpmoe"))
         megatron_moe_opt.register()
         with TrafficCounter(NodeMap((0, 0, 1, 1))) as counter:
-            passes(layer, torch.randn(SEQUENCE, BATCH, layer.config.hidden_size), 1)
+            run_layer(layer, torch.randn(SEQUENCE, BATCH, layer.config.hidden_size))
     return {row.collective for row in counter.rows()}
 
 

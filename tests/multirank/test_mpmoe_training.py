@@ -97,7 +97,7 @@ def differing_counts() -> list[tuple[int, float]]:
     import megatron_moe_opt
     from megatron_moe_opt.dispatchers.partitioning import Partitions
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
-    from tests.multirank.test_dispatchers import route_to
+    from tests.ranks.layers import route_to
     from tests.ranks.megatron import moe_config, parallel
 
     class ByRows:
@@ -136,7 +136,7 @@ def held_after_a_pass(strategy: str) -> tuple[int, int]:
     import gc
 
     import megatron_moe_opt
-    from megatron_moe_opt.cli.layer.live_memory import LiveTensors
+    from megatron_moe_opt.cli.bench.live_memory import LiveTensors
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
     from tests.ranks.megatron import moe_config, parallel

@@ -23,6 +23,7 @@ from megatron_moe_opt.schedules.schedule import Schedule
 from megatron_moe_opt.topology.nodes import NodeMap
 from tests.multirank.test_auto import write_profile
 from tests.multirank.test_netmoe import LAYERS, SHARED, at_random, by_content
+from tests.ranks.training import training_log
 
 NODES = NodeMap((0, 0, 1, 1))
 
@@ -210,32 +211,15 @@ def test_what_would_have_to_move_is_refused(ranks):
 
 def logged() -> tuple[list[str], list[tuple[str, float, int]]]:
     """The lines and TensorBoard values of a training loop that logs every second iteration."""
-    import contextlib
-    import io
-    import sys
-
     from megatron_moe_opt.integration.observe import reports
     from tests.ranks.megatron import parallel
 
-    scalars: list[tuple[str, float, int]] = []
-    writer = types.SimpleNamespace(add_scalar=lambda name, value, iteration: scalars.append((name, value, iteration)))
-    loop = types.ModuleType("megatron.training.training")
-    loop.training_log = lambda loss_dict, total, rate, iteration, scale: "stock's answer"
-    loop.get_args = lambda: types.SimpleNamespace(log_interval=2)
-    loop.get_tensorboard_writer = lambda: writer
-    loop.get_wandb_writer = lambda: None
-    sys.modules["megatron.training.training"] = loop
-    output = io.StringIO()
-    try:
-        with parallel(ep=4), contextlib.redirect_stdout(output):
-            reports.report_with_training_log()
-            trained = build("netmoe", num_layers=2)
-            reports.collect()
-            for iteration in (1, 2):
-                forward(trained)
-                assert loop.training_log({}, {}, 1e-3, iteration, scale=1.0) == "stock's answer"
-    finally:
-        del sys.modules["megatron.training.training"]
+    with parallel(ep=4), training_log() as (log, scalars, output):
+        trained = build("netmoe", num_layers=2)
+        reports.collect()
+        for iteration in (1, 2):
+            forward(trained)
+            log(iteration)
     return [line for line in output.getvalue().splitlines() if "netmoe: 2 layer(s)" in line], scalars
 
 

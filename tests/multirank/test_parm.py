@@ -22,11 +22,10 @@ from tests.multirank.test_dispatchers import (
     case_id,
     compare,
     marked,
-    route_to,
 )
+from tests.ranks.devices import difference
+from tests.ranks.layers import BATCH, SEQUENCE, route_to
 from tests.ranks.pool import RankFailure
-
-SEQUENCE, BATCH = 24, 3
 
 CASES = [
     *((layout, {"moe_router_topk": 2 - number % 2}, None) for number, layout in enumerate(LAYOUTS)),
@@ -92,8 +91,8 @@ def compare_replicated(
     layout: dict[str, int],
     settings: dict[str, Any],
     routing: str | None,
+    options: Options | None = None,
     frozen: bool = False,
-    **options: Any,
 ) -> dict[str, float]:
     """How far our layer on all tokens, without sequence parallelism, is from stock's on each rank's part.
 
@@ -110,7 +109,7 @@ def compare_replicated(
     from tests.ranks.megatron import moe_config, parallel
 
     tp = layout["tp"]
-    megatron_moe_opt.register(Options(**options))
+    megatron_moe_opt.register(options)
     with parallel(**layout), phases_of_any_size():
         torch.manual_seed(11 + dist.get_rank() // tp)  # routers are alike on the ranks of a TP group
         stock_config = moe_config(moe_router_pre_softmax=True, **settings)
@@ -149,11 +148,7 @@ def compare_replicated(
             replicated = getattr(parameter, "sequence_parallel", False) and not name.startswith("experts.")
             expected[name] = sum_over_tp(parameter.grad) if replicated else parameter.grad
     assert found.keys() == expected.keys() and any("router" in name for name in found)
-    return {name: relative_error(found[name], expected[name]) for name in expected}
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+    return {name: difference(found[name], expected[name]) for name in expected}
 
 
 GATED = SHARED | {"moe_shared_expert_gate": True}
@@ -188,6 +183,7 @@ def test_replicated_tokens_give_what_sequence_parallelism_gives(ranks, layout, s
             assert not any(errors.values()), errors
 
 
+S2 = Options(parm_schedule="S2")
 SPLIT_AFTER_THE_GATE = [
     ({"tp": 2, "ep": 2, "etp": 2}, {"moe_router_topk": 1}, "hot"),
     *(({"tp": 2, "ep": 2, "etp": 2}, extra, None) for extra in (SHARED, GATED, RECOMPUTE, Z_LOSS)),
@@ -202,24 +198,24 @@ SPLIT_AFTER_THE_GATE = [
 @pytest.mark.parametrize(("layout", "settings", "routing"), SPLIT_AFTER_THE_GATE, ids=str)
 def test_split_after_the_gate_gives_what_sequence_parallelism_gives(ranks, dispatcher, layout, settings, routing):
     """S2, and the reference schedule, whose ranks all do everything: sums are taken in another order."""
-    arguments = {"layout": layout, "settings": settings, "routing": routing, "parm_schedule": "S2"}
+    arguments = {"layout": layout, "settings": settings, "routing": routing, "options": S2}
     for errors in ranks.run(compare_replicated, dispatcher=dispatcher, **arguments):
         assert max(errors.values()) < 1e-6, errors
 
 
-@pytest.mark.parametrize("schedule", ["S1", "S2"])
-def test_a_router_that_was_frozen_is_trained_as_others_later(ranks, schedule):
-    arguments = {"layout": {"tp": 2, "ep": 2, "etp": 2}, "settings": SHARED, "routing": None, "parm_schedule": schedule}
+@pytest.mark.parametrize("options", [None, S2], ids=["S1", "S2"])
+def test_a_router_that_was_frozen_is_trained_as_others_later(ranks, options):
+    arguments = {"layout": {"tp": 2, "ep": 2, "etp": 2}, "settings": SHARED, "routing": None, "options": options}
     for errors in ranks.run(compare_replicated, dispatcher="parm", frozen=True, **arguments):
         assert max(errors.values()) < 1e-6, errors
 
 
-def one_routes_differently(layout: dict[str, int], dispatcher: str, **options: Any) -> None:
+def one_routes_differently(layout: dict[str, int], dispatcher: str, options: Options) -> None:
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
-    megatron_moe_opt.register(Options(**options))
+    megatron_moe_opt.register(options)
     try:
         with parallel(**layout):
             layer = build_layer(moe_config(moe_token_dispatcher_type=dispatcher, sequence_parallel=False))
@@ -233,8 +229,8 @@ def one_routes_differently(layout: dict[str, int], dispatcher: str, **options: A
 @pytest.mark.parametrize(
     ("flag", "asked"),
     [
-        ("--moe-opt-parm-schedule S2", {"dispatcher": "parm", "parm_schedule": "S2"}),
-        ("--moe-opt-way hops", {"dispatcher": "mpmoe", "way": "hops"}),
+        ("--moe-opt-parm-schedule S2", {"dispatcher": "parm", "options": S2}),
+        ("--moe-opt-way hops", {"dispatcher": "mpmoe", "options": Options(way="hops")}),
     ],
 )
 @pytest.mark.parametrize(("layout", "first"), [((2, 2, 2), 2), ((4, 2, 1), 0)])  # TP inside EP x expert-TP, and around

@@ -20,13 +20,13 @@ from tests.unit.report_cases import Page
 
 def _run(settings, json_file):
     """The command on this pool's ranks."""
-    from megatron_moe_opt.cli.layer import bench as bench_layer
+    from megatron_moe_opt.cli.bench import run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_layer, "megatron_process_group", group_of_the_pool)
-        patch.setattr("megatron_moe_opt.cli.layer.links.PROBE_MAX_BYTES", 2**16)  # rates are not looked at here
+        patch.setattr(run, "megatron_process_group", group_of_the_pool)
+        patch.setattr("megatron_moe_opt.cli.bench.links.PROBE_MAX_BYTES", 2**16)  # rates are not looked at here
         patch.setitem(os.environ, "GROUP_RANK", str(dist.get_rank() // 2))
-        return bench_layer.bench_layer(settings, json_file)
+        return run.bench_layer(settings, json_file)
 
 
 def test_the_page_of_a_run(ranks, tmp_path):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import sys
 import time
-import types
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.topology.nodes import NodeMap
+from tests.ranks.training import training_log
 
 NODES = NodeMap((0, 0, 1, 1))
 EXPERTS = 8
@@ -25,7 +23,7 @@ TIMES = ("dispatch ms", "experts ms", "combine ms")
 LINKS = ("inter-node MB", "intra-node MB")
 
 
-@contextlib.contextmanager
+@contextmanager
 def telemetry(every_pass: bool = True, **options: Any) -> Any:
     """Layers that are built inside are watched; ranks sit on two nodes."""
     import megatron_moe_opt
@@ -263,30 +261,15 @@ def test_training_is_the_same_and_all_stages_report(ranks, layout, every_pass, s
 
 def logged() -> tuple[str, list[tuple[str, float, int]], list[dict[str, float]]]:
     """Lines, TensorBoard and W&B values of a training loop that logs every second iteration."""
-    from megatron_moe_opt.integration.observe import reports
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
-    scalars: list[tuple[str, float, int]] = []
     to_wandb: list[dict[str, float]] = []
-    writer = types.SimpleNamespace(add_scalar=lambda name, value, iteration: scalars.append((name, value, iteration)))
-    loop = types.ModuleType("megatron.training.training")
-    loop.training_log = lambda loss_dict, total, rate, iteration, scale: "stock's answer"
-    loop.get_args = lambda: types.SimpleNamespace(log_interval=2)
-    loop.get_tensorboard_writer = lambda: writer
-    loop.get_wandb_writer = lambda: types.SimpleNamespace(log=lambda values, iteration: to_wandb.append(values))
-    output = io.StringIO()
-    with (
-        mock.patch.dict(sys.modules, {"megatron.training.training": loop}),
-        parallel(ep=4),
-        telemetry(),
-        contextlib.redirect_stdout(output),
-    ):
-        reports.report_with_training_log()
+    with parallel(ep=4), telemetry(), training_log(to_wandb) as (log, scalars, output):
         model = gpt(moe_token_dispatcher_type="monta")
         for iteration in (1, 2):
             model.train_step()
-            assert loop.training_log({}, {}, 1e-3, iteration, scale=1.0) == "stock's answer"
+            log(iteration)
     return output.getvalue(), scalars, to_wandb
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-import megatron_moe_opt
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.costs.curves import CostCurve
@@ -134,10 +133,10 @@ def test_the_rank_that_took_longest_or_the_one_asked_for(ranks, tmp_path):
 
 def _travelling(sizes, **compression):
     """A recorded step of a layer whose experts travel, and whether they hide behind anything here."""
-    from megatron_moe_opt.cli.layer.recorded_step import record_step
-    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
+    from megatron_moe_opt.cli.bench.recorded_step import record_step
     from megatron_moe_opt.options import Options
     from tests.multirank.test_expert_migration import slow_gathers
+    from tests.ranks.layers import layer_with
     from tests.ranks.megatron import parallel
 
     settings = LayerSettings(
@@ -147,11 +146,9 @@ def _travelling(sizes, **compression):
     options = Options(domain_sizes=sizes, network_levels=(2, 2), **compression)
     with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
         slow_gathers(patch)  # 20 or 40 ms a level
-        layer = layer_under_test(settings, "expert-migration", 4, rank_device(), options=options)
+        layer = layer_with(settings, "expert-migration", 4, options)
         layer.recorded_step()  # in which compressed experts are whole: nobody has any of them yet
-        step = record_step(layer, 3, rank_device())
-    megatron_moe_opt.register()
-    return step
+        return record_step(layer, 3, rank_device())
 
 
 def test_experts_travel_beside_the_schedules(ranks):

@@ -6,19 +6,18 @@ bit. Where sums are rounded on their way, over expert-TP and at each hop, they a
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.row_format import Wire, WireFormat
 from tests import kernel_reference
 from tests.multirank import test_netmoe as netmoe
-from tests.multirank.test_dispatchers import DROP, PAD, RECOMPUTE, SHARED, run_layer
-from tests.ranks.devices import CONTRACT, difference, same
+from tests.multirank.test_dispatchers import DROP, PAD, RECOMPUTE, SHARED
+from tests.ranks.devices import CONTRACT
+from tests.ranks.layers import BesideStock
 
 NEAR = {"bf16": 2.0**-7, "fp8": 0.05, "mxfp8": 0.06}
 """The largest error of results whose rows were rounded several times, norm over norm: 2^-4 an element of 8 bits at
@@ -70,41 +69,23 @@ def round_rows_of(stock: Any, wire: Wire) -> None:
         setattr(stock, method.__name__, method)
 
 
-def compare(
-    dispatcher: str, options: dict, layout: dict, settings: dict, dtype: str = "float32", hidden: int = 160
-) -> dict[str, Any]:
+def compare(dispatcher: str, options: dict, layout: dict, settings: dict) -> dict[str, Any]:
     """Returns, on every rank, relative errors against the rounded stock layer, whether all are equal, and whether a
     second run has the same bits.
     """
-    import megatron_moe_opt
-    from megatron_moe_opt.integration.layer.moe_layer import build_layer
-    from tests.ranks.megatron import moe_config, parallel
+    from tests.ranks.megatron import parallel
 
     with parallel(**layout):
-        torch.manual_seed(11 + dist.get_rank())
-        settings = {"moe_router_pre_softmax": True, "bf16": dtype == "bfloat16", "hidden_size": hidden} | settings
-        if dtype == "bfloat16":
-            settings["params_dtype"] = torch.bfloat16
-        stock_config = moe_config(**settings)
-        our_config = dataclasses.replace(stock_config, moe_token_dispatcher_type=dispatcher)
         given = Options(**options)
-        megatron_moe_opt.register(given)
-        layers = [build_layer(config).to(getattr(torch, dtype)) for config in (stock_config, our_config)]
-        megatron_moe_opt.register()
-        layers[1].load_state_dict(layers[0].state_dict())
-        round_rows_of(layers[0].token_dispatcher, given.wire)
-        tokens = 24 // layout.get("tp", 1)
-        rows = torch.randn(tokens, 3, stock_config.hidden_size).to(getattr(torch, dtype))
-        stock, ours = (run_layer(layer, rows, 1) for layer in layers)
-        for layer in layers:
-            layer.zero_grad()
-        again = run_layer(layers[1], rows, 1)
-    assert set(stock) == set(ours) and any("router" in name for name in stock)
-    return {
-        "errors": {name: difference(ours[name], stock[name]) for name in stock},
-        "equal": all(same(ours[name], stock[name]) for name in stock),
-        "again": all(torch.equal(ours[name], again[name]) for name in ours),
-    }
+        beside = BesideStock({"hidden_size": 160} | settings)
+        round_rows_of(beside.stock.token_dispatcher, given.wire)
+        ours = beside.ours(dispatcher, given)
+        found, again = beside.run(ours), beside.run(ours)
+        return {
+            "errors": beside.errors(found),
+            "equal": not beside.differing(found),
+            "again": all(torch.equal(found[name], again[name]) for name in found),
+        }
 
 
 O2 = {"monta_level": "O2", "chunks": 2}
@@ -191,25 +172,12 @@ def test_bf16_changes_nothing_of_rows_in_bf16(ranks, case):
 
 def same_bits(dispatcher: str, options: dict, layout: dict) -> bool:
     """Whether bf16 on the wire gives a layer in bf16 the bits that it has without."""
-    import megatron_moe_opt
-    from megatron_moe_opt.integration.layer.moe_layer import build_layer
-    from tests.ranks.megatron import moe_config, parallel
+    from tests.ranks.megatron import parallel
 
     with parallel(**layout):
-        torch.manual_seed(11 + dist.get_rank())
-        config = moe_config(
-            bf16=True, params_dtype=torch.bfloat16, moe_router_pre_softmax=True, moe_token_dispatcher_type=dispatcher
-        )
-        results, state = [], None
-        rows = torch.randn(24, 3, config.hidden_size).bfloat16()
-        for wire in ("same", "bf16"):
-            megatron_moe_opt.register(Options(**options, wire=wire))
-            layer = build_layer(config).to(torch.bfloat16)
-            state = state or {name: one if one is None else one.clone() for name, one in layer.state_dict().items()}
-            layer.load_state_dict(state)
-            results.append(run_layer(layer, rows, 1))
-        megatron_moe_opt.register()
-    before, after = results
+        beside = BesideStock({"params_dtype": torch.bfloat16}, dtype="bfloat16")
+        given = (Options(**options, wire=wire) for wire in ("same", "bf16"))
+        before, after = (beside.run(beside.ours(dispatcher, one)) for one in given)
     return all(torch.equal(before[name], after[name]) for name in before)
 
 

@@ -18,7 +18,7 @@ import torch._dynamo  # noqa: E402, F401 (which the first optimizer imports: els
 from megatron.core.transformer.moe import experts  # noqa: E402
 
 import tests.ranks.megatron  # noqa: E402, F401
-from megatron_moe_opt.cli.layer import links  # noqa: E402
+from megatron_moe_opt.cli.bench import links  # noqa: E402
 
 links.PROBE_MAX_BYTES = 2**16  # no test asks how fast links are
 experts.deepcopy = copy.copy  # of a configuration, for each layer: it took a third of what building one does

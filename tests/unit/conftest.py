@@ -1,7 +1,9 @@
-"""Settings of the property tests; the stream executor in software."""
+"""Settings of the property tests; commands in this process; the stream executor in software."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,23 @@ from tests.accelerator.makespans import LANES
 # What an example takes, or making it, says how busy the machine is and nothing about the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """Runs `moe-opt WORDS`, or another program of ours, as the first of `world` ranks: exit code, output, errors."""
+    from megatron_moe_opt.cli import main
+
+    def run(*words, world=1, commands=main.app, name="moe-opt"):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(SystemExit) as end:
+            main.main(commands, name)
+        printed = capsys.readouterr()
+        return end.value.code or 0, printed.out, printed.err
+
+    return run
 
 
 @pytest.fixture(scope="session")

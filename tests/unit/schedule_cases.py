@@ -1,10 +1,11 @@
-"""Random schedules for property tests."""
+"""Random schedules for property tests, and timelines of given times."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.timeline import Span, Timeline
 
 BUFFERS = ("a", "b", "c")
 
@@ -30,3 +31,9 @@ def schedules(draw, max_ops=12):
             )
         )
     return Schedule("random", tuple(ops), BUFFERS)
+
+
+def timeline_of(*spans: tuple[Lane, float, float]) -> Timeline:
+    """A copy in each of these lanes, from its start to its end."""
+    made = tuple(Span(Op(Kind.COPY, lane), start, end) for lane, start, end in spans)
+    return Timeline(Schedule("made", tuple(span.op for span in made)), made)

@@ -16,8 +16,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.auto import auto_layer, first_step, step_clock
-from megatron_moe_opt.integration.auto.auto_layer import Controller, current_controller
+from megatron_moe_opt.integration.auto import controller as controlling
+from megatron_moe_opt.integration.auto import first_step, step_clock
+from megatron_moe_opt.integration.auto.auto_layer import current_controller
+from megatron_moe_opt.integration.auto.controller import Controller
 from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen
 from megatron_moe_opt.integration.auto.look import passes_held
 from megatron_moe_opt.integration.auto.memory_room import COMMUNICATOR_BYTES, MOST_OF_FREE, Room
@@ -149,7 +151,7 @@ def test_layers_of_each_shape_are_planned_by_themselves(planned, monkeypatch):
         return tuple(sorted(found, key=lambda one: one.seconds)), ()
 
     monkeypatch.setattr(first_step, "candidates", predicted)
-    monkeypatch.setattr(auto_layer.Cluster, "load", lambda file: SimpleNamespace(gpu_settings=None))
+    monkeypatch.setattr(controlling.Cluster, "load", lambda file: SimpleNamespace(gpu_settings=None))
     controller = planned("monta:O2x2")
     controller.plan = None
     few, many = (Seen(LayerWorkload(16, 16, 16, False, 8, topk, 4, 16, 8), 32.0, passes=2) for topk in (1, 5))
@@ -167,7 +169,7 @@ def test_samples_move_in_trials_only_where_that_may_be_the_fastest_and_trains_al
         return tuple(Prediction(name, time * workload.topk, time, 0.0, 0.0, 1) for name, time in times.items()), ()
 
     monkeypatch.setattr(first_step, "candidates", predicted)
-    monkeypatch.setattr(auto_layer.Cluster, "load", lambda file: SimpleNamespace(gpu_settings=None))
+    monkeypatch.setattr(controlling.Cluster, "load", lambda file: SimpleNamespace(gpu_settings=None))
     controller = planned("monta:O2x2")
     controller.plan = None
     seen = FirstStep(((SEEN,),), placement_saving=0.3)
@@ -278,7 +280,7 @@ def timed(planned, monkeypatch):
     layer = torch.nn.Module()
     layer.forward = lambda seconds: now.__setitem__(0, now[0] + float(seconds[0]))
     layer.config, layer.experts, layer.token_dispatcher = controller.config, torch.nn.Module(), None
-    for module in (auto_layer, step_clock):
+    for module in (controlling, step_clock):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Controller, "_slowest", lambda self, seconds: seconds)
     monkeypatch.setattr(Controller, "_agree_on_plan", lambda self, group: None)
@@ -387,14 +389,14 @@ def test_a_second_plan_needs_no_file_and_may_fail(timed, monkeypatch, tmp_path, 
         planned_by.append(cluster)
         raise ConfigurationError("no candidate")
 
-    monkeypatch.setattr(auto_layer, "tried_by_profile", no_plan)
-    monkeypatch.setattr(auto_layer, "found_by_first", lambda find, group: find())
-    monkeypatch.setattr(auto_layer, "release_domain_groups", lambda group: None)
-    monkeypatch.setattr(auto_layer.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(auto_layer.dist, "all_gather_object", lambda of_ranks, own: of_ranks.__setitem__(0, own))
+    monkeypatch.setattr(controlling, "tried_by_profile", no_plan)
+    monkeypatch.setattr(controlling, "found_by_first", lambda find, group: find())
+    monkeypatch.setattr(controlling, "release_domain_groups", lambda group: None)
+    monkeypatch.setattr(controlling.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(controlling.dist, "all_gather_object", lambda of_ranks, own: of_ranks.__setitem__(0, own))
     monkeypatch.setattr(controller, "_look", SimpleNamespace(taken=lambda: controller.first_step))
     controller.plan, controller.options = None, Options(profile=tmp_path / "gone.json")
-    monkeypatch.setattr(auto_layer.Cluster, "load", lambda file: read.append(file) or "costs")
+    monkeypatch.setattr(controlling.Cluster, "load", lambda file: read.append(file) or "costs")
     controller.chosen, read = {None: "mpmoe:2:S1"}, []
     for _ in range(2):
         controller.settled, controller.trials = False, None

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from megatron_moe_opt.cli.main import main
 from tools.data_centres import app
 
 # Of each GPU 1000 tokens of 1024 bytes, and an expert of 2 * 512 * 1024 * 2 bytes.
@@ -18,19 +15,10 @@ FFN = 1000 * 512 * 2 * 1024 / 25e12
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Output and exit code of `data_centres ARGUMENTS`."""
+def run(monkeypatch, command):
+    """Exit code, output and errors of `data_centres ARGUMENTS`."""
     monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        words = [word for text in arguments for word in text.split()]
-        monkeypatch.setattr(sys, "argv", ["data_centres", *words])
-        with pytest.raises(SystemExit) as end:
-            main(app, "data_centres")
-        printed = capsys.readouterr()
-        return end.value.code or 0, printed.out, printed.err
-
-    return run
+    return lambda *arguments: command(*" ".join(arguments).split(), commands=app, name="data_centres")
 
 
 def table_rows(output):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,22 +14,35 @@ from megatron_moe_opt.integration import announce
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings, needless_queue, other_settings, too_few_queues
 
-ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_ALGO": "Ring", "NCCL_DEBUG_FILE": "x", "PATH": "/bin"}
+
+def environment(**variables):
+    """This process's environment inside the block."""
+    return mock.patch.dict(os.environ, variables, clear=True)
+
+
+RING = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_ALGO": "Ring", "NCCL_DEBUG_FILE": "x", "PATH": "/bin"}
 
 
 def test_what_is_recorded():
-    assert gpu_settings(ENVIRONMENT) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_ALGO": "Ring"}
-    assert gpu_settings({}) == {}
+    with environment(**RING):
+        assert gpu_settings() == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_ALGO": "Ring"}
+    with environment():
+        assert gpu_settings() == {}
 
 
+@environment(**RING)
 def test_differences_are_named():
-    assert other_settings("f.json", None, ENVIRONMENT) is None
-    assert other_settings("f.json", gpu_settings(ENVIRONMENT), ENVIRONMENT) is None
+    assert other_settings("f.json", None) is None
+    assert other_settings("f.json", gpu_settings()) is None
     measured = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_NVLS_ENABLE": "0"}
-    assert other_settings("f.json", measured, ENVIRONMENT) == (
+    assert other_settings("f.json", measured) == (
         "f.json was measured with other settings, and its times may not hold: CUDA_DEVICE_MAX_CONNECTIONS 1 (there "
         "32), NCCL_ALGO Ring (there not set), NCCL_NVLS_ENABLE not set (there 0); set these, or measure again"
     )
+
+
+def of_queues(number):
+    return {} if number is None else {"CUDA_DEVICE_MAX_CONNECTIONS": number}
 
 
 @pytest.mark.parametrize(
@@ -42,8 +57,8 @@ def test_differences_are_named():
     ],
 )
 def test_a_queue_that_nobody_needs_is_named(queues, tp, cp, capability, says):
-    environment = {} if queues is None else {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
-    line = needless_queue(tp, cp, capability, environment)
+    with environment(**of_queues(queues)):
+        line = needless_queue(tp, cp, capability)
     assert line is None if says is None else says in line and line.endswith("set it to 32")
 
 
@@ -59,7 +74,8 @@ def test_a_queue_that_nobody_needs_is_named(queues, tp, cp, capability, says):
     ],
 )
 def test_queues_that_streams_share_are_named(queues, streams, says):
-    line = too_few_queues(streams, {} if queues is None else {"CUDA_DEVICE_MAX_CONNECTIONS": queues})
+    with environment(**of_queues(queues)):
+        line = too_few_queues(streams)
     assert line is None if says is None else says in line and line.endswith("set it to 32")
 
 

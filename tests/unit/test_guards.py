@@ -8,7 +8,7 @@ from pathlib import Path
 import megatron.core
 import pytest
 
-from megatron_moe_opt.integration.guards import GUARDS, Answer
+from tools.megatron_guards import GUARDS, Answer
 from tools.megatron_names import DISPATCHER, comparisons, has, names_used
 
 ROOT = Path(megatron.core.__file__).parent.parent

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe_opt.cli.layer.predicted import predict_layer, workload_of
-from megatron_moe_opt.cli.routing.balance import RoutingBalance
+from megatron_moe_opt.cli.bench.balance import RoutingBalance
+from megatron_moe_opt.cli.bench.predicted import predict_layer, workload_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World

@@ -133,6 +133,22 @@ def test_layouts_that_cannot_be(sizes, sentence):
 MODEL = MoeModel(experts=8, attention_heads=64, expert_ffn_hidden=28672, layers=32)
 
 
+def _meetings(layout):
+    """Of each EP and CP group: (ranks that they share, the smaller one's size)."""
+    cps = [set(ranks) for ranks in layout.groups("cp")]
+    return [(len(cp.intersection(ep)), min(len(cp), len(ep))) for ep in layout.groups("ep") for cp in cps]
+
+
+def orthogonal(layout):
+    """Whether an EP group and a CP group never share more than one rank: Fig. 12(a), horizontal."""
+    return all(shared <= 1 for shared, _ in _meetings(layout))
+
+
+def aligned(layout):
+    """Whether an EP group and a CP group that meet lie one within the other: Fig. 12(b), vertical."""
+    return all(shared in (0, smaller) for shared, smaller in _meetings(layout))
+
+
 def _figure_12(nodes, context, **options):
     """Nodes of 8 GPUs; a node holds 32K tokens of context."""
     return expand(Machines(nodes, 8, options.pop("switch_ranks", None)), MODEL, context * 1024, 32 * 1024, **options)
@@ -142,7 +158,7 @@ def test_horizontal_as_in_figure_12a():
     """16 nodes, EP over nodes 0-7 and 8-15, CP between node n and node n + 8."""
     layout = _figure_12(16, 64).chosen
     assert (layout.tp, layout.expert_tp, layout.ep, layout.cp, layout.dp) == (8, 8, 8, 2, 8)
-    assert layout.orthogonal and not layout.aligned
+    assert orthogonal(layout) and not aligned(layout)
     assert layout.groups("tp")[1] == layout.groups("expert-tp")[1] == tuple(range(8, 16))
     assert layout.groups("ep")[0] == tuple(range(0, 64, 8))
     assert layout.groups("cp")[0] == (0, 64) and layout.groups("cp")[9] == (9, 73)
@@ -154,7 +170,7 @@ def test_vertical_as_in_figure_12b():
     """16 nodes hold one sequence of 512K; experts lie over nodes 0-7, and again over nodes 8-15."""
     layout = _figure_12(16, 512).chosen
     assert (layout.ep, layout.cp, layout.dp, layout.expert_dp) == (8, 16, 1, 2)
-    assert layout.aligned and not layout.orthogonal
+    assert aligned(layout) and not orthogonal(layout)
     assert layout.groups("cp")[0] == tuple(range(0, 128, 8))
     assert layout.groups("ep")[0] == tuple(range(0, 64, 8))
     assert layout.groups("ep")[8] == tuple(range(64, 128, 8))
@@ -205,7 +221,7 @@ def test_neither_orthogonal_nor_aligned():
     """EP 3 over CP 2 takes one whole CP group and half of the next."""
     layout = Layout(6, cp=2, ep=3)
     assert layout.groups("ep") == ((0, 1, 2), (3, 4, 5)) and layout.groups("cp")[1] == (2, 3)
-    assert not layout.orthogonal and not layout.aligned
+    assert not orthogonal(layout) and not aligned(layout)
 
 
 def test_flags():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_moe_opt.cli.layer import links
-from megatron_moe_opt.cli.layer.link_rates import LinkRates, wire_limit
-from megatron_moe_opt.cli.layer.links import measure_links
+from megatron_moe_opt.cli.bench import links
+from megatron_moe_opt.cli.bench.link_rates import LinkRates, wire_limit
+from megatron_moe_opt.cli.bench.links import measure_links
 from megatron_moe_opt.topology.nodes import NodeMap
 
 NODES = NodeMap((0, 0, 1, 1, 2, 2))

@@ -197,7 +197,7 @@ def test_sizes_of_training_passes():
 
 
 def test_ranges_cover_every_count_once():
-    choices = ChoiceByRows(lambda rows: rows, ratio=2**0.5)
+    choices = ChoiceByRows(lambda rows: rows)
     span, counted = choices.range_of(0), 0
     while span.stop < 10**6:
         assert span.start == counted
@@ -227,11 +227,6 @@ def test_choices_are_made_once_a_range_and_do_not_depend_on_order():
 def test_refuses_counts_outside_all_ranges(rows):
     with pytest.raises(ValueError, match=f"{rows} rows"):
         ChoiceByRows(lambda rows: 0.0)[rows]
-
-
-def test_refuses_ranges_that_do_not_grow():
-    with pytest.raises(ValueError, match="ratio 1 "):
-        ChoiceByRows(lambda rows: 0.0, ratio=1)
 
 
 def test_a_minimal_chunk_bounds_the_chunks_that_are_chosen():

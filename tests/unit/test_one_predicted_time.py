@@ -10,8 +10,8 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
-from megatron_moe_opt.cli.layer.predicted import predict_layer
-from megatron_moe_opt.cli.routing.balance import RoutingBalance
+from megatron_moe_opt.cli.bench.balance import RoutingBalance
+from megatron_moe_opt.cli.bench.predicted import predict_layer
 from megatron_moe_opt.integration.auto.auto_layer import current_controller
 from megatron_moe_opt.integration.auto.first_step import FirstStep, Seen
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings

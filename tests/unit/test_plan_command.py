@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 
 import pytest
 
-from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.plan import case as plan_case
 from megatron_moe_opt.cli.plan import layout_search
 from megatron_moe_opt.cli.plan import report as plan_report
@@ -36,18 +34,10 @@ MONTA = "--cluster a800-ib200 --model monta-2x70b --world 16 --tp 8 --ep 2 --exp
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Output and exit code of `moe-opt plan ARGUMENTS`."""
+def run(monkeypatch, command):
+    """Exit code, output and errors of `moe-opt plan ARGUMENTS`."""
     monkeypatch.setattr(plan_report, "WIDTH", 300)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["moe-opt", "plan", *(word for text in arguments for word in text.split())])
-        with pytest.raises(SystemExit) as end:
-            main()
-        printed = capsys.readouterr()
-        return end.value.code or 0, printed.out, printed.err
-
-    return run
+    return lambda *arguments: command("plan", *" ".join(arguments).split())
 
 
 def tables(output):

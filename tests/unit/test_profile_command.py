@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 from itertools import combinations
 
 import pytest
 from rich.console import Console
 
-from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.profile.curves_table import curves_table, interference_table
 from megatron_moe_opt.cli.ranks import adopt_slurm_ranks
 from megatron_moe_opt.errors import ConfigurationError
@@ -54,14 +52,9 @@ from tests.ranks.job import output_of
         ("--seconds inf", 1, "--seconds inf is not a finite number: give one"),
     ],
 )
-def test_refusals(monkeypatch, capsys, arguments, world, sentence):
-    monkeypatch.setattr(sys, "argv", ["moe-opt", "profile", *arguments.split()])
-    monkeypatch.setenv("WORLD_SIZE", str(world))
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
-    assert capsys.readouterr().err == f"moe-opt: {sentence}\n"
+def test_refusals(command, arguments, world, sentence):
+    code, _, errors = command("profile", *arguments.split(), world=world)
+    assert code == 2 and errors == f"moe-opt: {sentence}\n"
 
 
 def test_one_process(tmp_path):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe_opt.cli.layer.predicted import Predicted
-from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
+from megatron_moe_opt.cli.bench.predicted import Predicted
+from megatron_moe_opt.cli.bench.recorded_step import RecordedStep
 from megatron_moe_opt.cli.report.measured_layer import conditions, times_table, traffic_table
 from megatron_moe_opt.cli.report.page import headline, render_page, write_page
 from megatron_moe_opt.cli.report.saved_report import read_report, write_report

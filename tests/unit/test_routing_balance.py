@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.cli.routing.balance import balance, max_over_mean
+from megatron_moe_opt.cli.bench.balance import balance, max_over_mean
 from megatron_moe_opt.topology.layouts import Layout
 
 

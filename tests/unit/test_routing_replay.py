@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.kernels import place_samples
 from megatron_moe_opt.planning.traces.routing_replay import decided_share, replay
 from megatron_moe_opt.planning.traces.routing_trace import write_routing_trace
@@ -16,20 +14,6 @@ from tests.unit.trace_cases import planted_trace, random_trace, trace_of
 
 ONE_EACH = np.tile(np.arange(4), (2, 1))  # 2 layers of 4 experts, each on a device of its own
 TWO_NODES = np.array([0, 0, 1, 1])
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Output and exit code of `moe-opt COMMAND ARGUMENTS`."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["moe-opt", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        printed = capsys.readouterr()
-        return end.value.code or 0, printed.out, printed.err
-
-    return run
 
 
 def test_a_pass_by_hand():
@@ -84,18 +68,18 @@ def test_one_node_has_nothing_to_reduce():
     assert (done.reduction("oracle"), done.whole_reduction("oracle"), done.share_of_oracle()) == (0, 0, 1)
 
 
-def test_the_command(run, tmp_path):
+def test_the_command(command, tmp_path):
     trace, _ = planted_trace()
     write_routing_trace(tmp_path / "routing.npz", trace)
     replayed = "trace", "replay", tmp_path / "routing.npz", "--nodes", 2, "--ranks-per-node", 2
-    code, before, _ = run(*replayed, "-o", tmp_path / "replay.png")
+    code, before, _ = command(*replayed, "-o", tmp_path / "replay.png")
     assert code == 0 and (tmp_path / "replay.png").stat().st_size > 10_000
     assert (
         "8 passes of iterations 1 to 8; 16 samples of prose, code, 16 tokens each; 3 MoE layers, 16 experts" in before
     )
-    code, planned, _ = run("trace", "place", *replayed[2:], "-o", tmp_path / "order.json")
+    code, planned, _ = command("trace", "place", *replayed[2:], "-o", tmp_path / "order.json")
     assert code == 0 and "5-8, held out" in planned
-    code, after, _ = run(*replayed, "--expert-order", tmp_path / "order.json")
+    code, after, _ = command(*replayed, "--expert-order", tmp_path / "order.json")
     assert code == 0
 
     def row(output, start):
@@ -111,10 +95,10 @@ def test_the_command(run, tmp_path):
     assert stock[7] == "0.0%" and float(row(before, "all")[0][7].strip("%")) > 20
 
 
-def test_a_long_recording_is_shown_part_by_part(run, tmp_path):
+def test_a_long_recording_is_shown_part_by_part(command, tmp_path):
     trace = random_trace(shape=(20, 2, 8, 4, 2))
     write_routing_trace(tmp_path / "routing.npz", trace)
-    code, output, _ = run("trace", "replay", tmp_path / "routing.npz", "--nodes", 2, "--ranks-per-node", 2)
+    code, output, _ = command("trace", "replay", tmp_path / "routing.npz", "--nodes", 2, "--ranks-per-node", 2)
     whole = replay(trace.counts(), np.tile(np.arange(8) // 2, (2, 1)), TWO_NODES, place_samples)
     parts = [line for line in output.splitlines() if " to " in line and "│" in line]
     assert code == 0 and len(parts) == 8
@@ -133,9 +117,9 @@ def test_a_long_recording_is_shown_part_by_part(run, tmp_path):
         (2, 2, {"shape": (2, 1, 8, 4, 2)}, "has one MoE layer"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(run, tmp_path, nodes, ranks, changes, problem):
+def test_sizes_that_do_not_fit_are_refused(command, tmp_path, nodes, ranks, changes, problem):
     write_routing_trace(tmp_path / "routing.npz", random_trace(**changes))
     sizes = "--nodes", nodes, "--ranks-per-node", ranks
-    for command in (("trace", "replay"), ("trace", "place", "-o", tmp_path / "order.json")):
-        code, _, errors = run(*command, tmp_path / "routing.npz", *sizes)
+    for words in (("trace", "replay"), ("trace", "place", "-o", tmp_path / "order.json")):
+        code, _, errors = command(*words, tmp_path / "routing.npz", *sizes)
         assert code == 2 and problem in errors and errors.count("\n") == 1

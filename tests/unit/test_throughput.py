@@ -33,7 +33,6 @@ def test_exchange_adds_to_every_layer_and_micro_batch():
 
     fast, slow = step(0.0), step(1e-3)
     assert slow.step_seconds - fast.step_seconds == pytest.approx(4 * 32 * 1e-3)
-    assert slow.layer_seconds - fast.layer_seconds == pytest.approx(1e-3)
     assert slow.mfu / fast.mfu == pytest.approx(fast.step_seconds / slow.step_seconds)
     assert slow.tokens_per_second / fast.tokens_per_second == pytest.approx(fast.step_seconds / slow.step_seconds)
 
@@ -46,8 +45,8 @@ def test_experts_that_run_in_the_exchange_are_counted_once(dense_layers):
         throughput(model, parallel, A800, 1, 8192, 4, seconds, with_experts=with_experts)
         for seconds, with_experts in ((1e-3, False), (1e-3 + experts, True))
     )
-    assert (within.step_seconds, within.layer_seconds) == pytest.approx((apart.step_seconds, apart.layer_seconds))
-    assert (within.mfu, within.tokens_per_second) == pytest.approx((apart.mfu, apart.tokens_per_second))
+    numbers = [(one.step_seconds, one.mfu, one.tokens_per_second) for one in (within, apart)]
+    assert numbers[0] == pytest.approx(numbers[1])
 
 
 def test_a_pipeline_has_a_bubble():
@@ -60,8 +59,9 @@ def test_a_pipeline_has_a_bubble():
 
 def test_layers_add_up_to_the_step_but_for_the_logits():
     found = throughput(MIXTRAL, Layout(16, tp=8, ep=2), A800, 1, 8192, 1, 1e-3)
+    layer = 6 * 8192 * (MIXTRAL.layer_matrices() + 8192 * MIXTRAL.query_size) / 8 / 156e12 + 1e-3
     logits = 6 * 8192 * 4096 * 32000 / 8 / 156e12
-    assert 32 * found.layer_seconds + logits == pytest.approx(found.step_seconds, rel=1e-12)
+    assert 32 * layer + logits == pytest.approx(found.step_seconds, rel=1e-12)
 
 
 @pytest.mark.parametrize("device", [GpuSpeed(0, 0.5), GpuSpeed(1e12, 0), GpuSpeed(1e12, 1.5)])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
+from megatron_moe_opt.cli.bench.recorded_step import RecordedStep
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.expert_migration import gathered
 from megatron_moe_opt.schedules.monta import ChunkBytes, combine, dispatch
@@ -18,6 +18,7 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Part, Span, Timeline, as_they_ran, one_after_another
 from megatron_moe_opt.schedules.trace import write_trace
 from tests.schedule_checks import validate
+from tests.unit.schedule_cases import timeline_of
 
 SECONDS = {Kind.ALL_TO_ALL: 4e-3, Kind.ALL_GATHER: 2e-3, Kind.REDUCE_SCATTER: 3e-3, Kind.SUM: 1e-3, Kind.COPY: 1e-3}
 SLOWDOWN = {(Lane.INTER, Lane.INTRA): 0.5, (Lane.COPY, Lane.INTRA): 0.8}
@@ -89,11 +90,6 @@ def test_what_ran_beside_the_schedules_is_shown_where_it_ran():
     assert RecordedStep(0, (first, second)).joined("s").seconds == pytest.approx(0.01)  # without the gap
 
 
-def _timeline(*spans: tuple[Lane, float, float]) -> Timeline:
-    made = tuple(Span(Op(Kind.COPY, lane), start, end) for lane, start, end in spans)
-    return Timeline(Schedule("made", tuple(span.op for span in made)), made)
-
-
 @pytest.mark.parametrize(
     ("spans", "hidden", "hideable"),
     [
@@ -106,7 +102,7 @@ def _timeline(*spans: tuple[Lane, float, float]) -> Timeline:
     ],
 )
 def test_hidden_time(spans, hidden, hideable):
-    timeline = _timeline(*spans)
+    timeline = timeline_of(*spans)
     assert (timeline.hidden, timeline.hideable) == (hidden, hideable)
     assert timeline.busy(Lane.INTER) == (4 if spans else 0)
 
@@ -149,7 +145,7 @@ def test_picture_marks_the_parts(joined, tmp_path):
 def test_ops_too_short_for_an_edge_can_be_seen(tmp_path):
     from matplotlib.image import imread
 
-    write_picture(tmp_path / "picture.png", {"measured": _timeline((Lane.INTER, 0.0, 1.0), (Lane.COPY, 0.5, 0.5001))})
+    write_picture(tmp_path / "picture.png", {"measured": timeline_of((Lane.INTER, 0.0, 1.0), (Lane.COPY, 0.5, 0.5001))})
     pixels = imread(tmp_path / "picture.png")[:, :, :3]
     blue = pixels[:, :, 2] - pixels[:, :, 0] > 0.2
     rows = blue.any(axis=1).nonzero()[0]

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.report.step_timelines import StepTimelines
 from megatron_moe_opt.cli.report.timeline_files import timelines_table
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.predicting.monta import PASSES
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
-from megatron_moe_opt.schedules.timeline import Span, Timeline
+from megatron_moe_opt.schedules.schedule import Kind, Lane
 from tests.ranks.job import output_of
+from tests.unit.schedule_cases import timeline_of
 
 
-def _refusal(monkeypatch, capsys, arguments, world):
-    monkeypatch.setattr(sys, "argv", ["moe-opt", "timeline", *arguments.split()])
-    monkeypatch.setenv("WORLD_SIZE", str(world))
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
-    return capsys.readouterr().err
+@pytest.fixture
+def refusal(command):
+    """Why `moe-opt timeline ARGUMENTS` does not run."""
+
+    def refusal(arguments, world):
+        code, _, errors = command("timeline", *arguments.split(), world=world)
+        assert code == 2
+        return errors
+
+    return refusal
 
 
 @pytest.mark.parametrize(
@@ -65,22 +65,22 @@ def _refusal(monkeypatch, capsys, arguments, world):
         ("-o a.json --topk 9", 1, "--topk 9 is more than --experts 8: choose at most that"),
     ],
 )
-def test_refusals(monkeypatch, capsys, tmp_path, arguments, world, sentence):
+def test_refusals(monkeypatch, refusal, tmp_path, arguments, world, sentence):
     monkeypatch.chdir(tmp_path)
-    assert _refusal(monkeypatch, capsys, arguments, world) == f"moe-opt: {sentence}\n"
+    assert refusal(arguments, world) == f"moe-opt: {sentence}\n"
 
 
-def test_profile_of_other_groups(monkeypatch, capsys, tmp_path):
+def test_profile_of_other_groups(monkeypatch, refusal, tmp_path):
     monkeypatch.chdir(tmp_path)
     Cluster(World((0, 0, 1, 1), ep=2, expert_tp=2), {(Kind.COPY, None): ((1024, 1e-6),)}).save("cluster.json")
-    error = _refusal(monkeypatch, capsys, "-o a.json --profile cluster.json", 4)
+    error = refusal("-o a.json --profile cluster.json", 4)
     assert error == (
         "moe-opt: --ep 4 is not what cluster.json was measured with (2): measure this layout "
         "with moe-opt profile --ep 4 --expert-tp 1\n"
     )
 
 
-def test_a_profile_that_cannot_predict_the_pipeline(monkeypatch, capsys, tmp_path):
+def test_a_profile_that_cannot_predict_the_pipeline(monkeypatch, refusal, tmp_path):
     """Said before anything runs."""
     monkeypatch.chdir(tmp_path)
     cluster = Cluster(World((0, 0, 1, 1), ep=4), {(Kind.COPY, None): ((1024, 1e-6),)})
@@ -90,13 +90,13 @@ def test_a_profile_that_cannot_predict_the_pipeline(monkeypatch, capsys, tmp_pat
         (replace(cluster, expert_gemm=ExpertGemm(8, 8, "fp32", ((16, 1e-5),))), "no cost curve for all_to_all"),
     ):
         measured.save("cluster.json")
-        assert _refusal(monkeypatch, capsys, arguments, 4).startswith(f"moe-opt: {sentence}")
+        assert refusal(arguments, 4).startswith(f"moe-opt: {sentence}")
 
 
-def test_a_picture_of_no_known_format(monkeypatch, capsys, tmp_path):
+def test_a_picture_of_no_known_format(monkeypatch, refusal, tmp_path):
     """Said before anything runs."""
     monkeypatch.chdir(tmp_path)
-    assert "the picture a.bmp has no known format" in _refusal(monkeypatch, capsys, "-o a.bmp", 1)
+    assert "the picture a.bmp has no known format" in refusal("-o a.bmp", 1)
 
 
 def test_one_process(tmp_path):
@@ -111,11 +111,6 @@ def test_one_process(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def _timeline(*spans: tuple[Lane, float, float]) -> Timeline:
-    made = tuple(Span(Op(Kind.COPY, lane), start, end) for lane, start, end in spans)
-    return Timeline(Schedule("made", tuple(span.op for span in made)), made)
-
-
 def _rows(step: StepTimelines) -> list[list[str]]:
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(timelines_table("monta", step.predicted, step.measured))
@@ -125,17 +120,21 @@ def _rows(step: StepTimelines) -> list[list[str]]:
 
 def test_table():
     measured = {
-        "one": _timeline((Lane.INTER, 0, 0.4), (Lane.INTRA, 0.3, 0.6)),  # 0.1 of 0.3 s hidden
-        "two": _timeline((Lane.INTER, 0, 0.2), (Lane.INTRA, 0, 0.2)),  # 0.2 of 0.2 s
-        "three": _timeline((Lane.INTRA, 0, 0.01)),  # nothing to hide
+        "one": timeline_of((Lane.INTER, 0, 0.4), (Lane.INTRA, 0.3, 0.6)),  # 0.1 of 0.3 s hidden
+        "two": timeline_of((Lane.INTER, 0, 0.2), (Lane.INTRA, 0, 0.2)),  # 0.2 of 0.2 s
+        "three": timeline_of((Lane.INTRA, 0, 0.01)),  # nothing to hide
     }
-    predicted = {"one": _timeline((Lane.INTER, 0, 0.9)), "two": _timeline((Lane.INTER, 0, 0.1)), "three": _timeline()}
+    predicted = {
+        "one": timeline_of((Lane.INTER, 0, 0.9)),
+        "two": timeline_of((Lane.INTER, 0, 0.1)),
+        "three": timeline_of(),
+    }
     assert _rows(StepTimelines(3, measured, predicted)) == [
         ["one", "900", "600", "+50.0%", "400", "300", "33%"],
         ["two", "100", "200", "-50.0%", "200", "200", "100%"],
         ["three", "0", "10", "-100.0%", "0", "10", "-"],
         ["all", "1000", "810", "+23.5%", "600", "510", "60%"],
     ]
-    idle = {"one": _timeline((Lane.INTER, 0, 0.1), (Lane.INTRA, 0.3, 0.4))}  # 0.2 s in which no lane is busy
+    idle = {"one": timeline_of((Lane.INTER, 0, 0.1), (Lane.INTRA, 0.3, 0.4))}  # 0.2 s in which no lane is busy
     assert _rows(StepTimelines(3, idle, None))[0] == ["one", "-", "400", "-", "100", "100", "0%"]
     assert _rows(StepTimelines(3, measured, None))[0] == ["one", "-", "600", "-", "400", "300", "33%"]

@@ -14,7 +14,6 @@ from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS, MONTA_
 from megatron_moe_opt.planning.training.memory import (
     BytesPerParameter,
     StageMemory,
-    paper_activations,
     state_memory,
     training_memory,
 )
@@ -23,7 +22,7 @@ from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expansion import Expansion, Machines, MoeModel, expand
 from megatron_moe_opt.topology.layouts import Layout
-from tools.monta_formulas import pipeline_seconds, stage_seconds
+from tools.monta_formulas import paper_activations, pipeline_seconds, stage_seconds
 from tools.papers.published import Published, chosen, counted, follows, head, predicted, row
 
 TP, EP, MIB, K = 8, 2, 2**20, 1024
@@ -169,8 +168,7 @@ def _expansion(context: int) -> Expansion:
 
 
 def _direction(context: int) -> str:
-    one = _expansion(context).chosen
-    return "horizontal" if one.cp == 1 or one.orthogonal and not one.aligned else "vertical"
+    return _expansion(context).direction
 
 
 T8 = "Table 8"

@@ -115,9 +115,9 @@ def saving(count: int, model: str = "MoE-GPT-XL", tokens: int = 16 * K) -> float
     return LayerElements(tokens, *MODELS[model], 64).saving_ratio(count)
 
 
-def middle_saving(count: int, tokens: int = 16 * K) -> float:
+def middle_saving(count: int) -> float:
     """Returns the part of phi that is T_M's: H (n - 1) / n of eq. 5."""
-    hidden, ffn = MODELS["MoE-GPT-XL"]
+    tokens, (hidden, ffn) = 16 * K, MODELS["MoE-GPT-XL"]
     layer = LayerElements(tokens, hidden, ffn, 64)
     return 2 * tokens * ffn * (count - 1) / count / (layer.model_states + 2 * layer.pipelined)
 

@@ -69,7 +69,7 @@ class Point:
     end_to_end: bool = False
     """Whether the point is of a whole model: its layers have experts and attention, too."""
     limit: int = LIMIT
-    """Seconds that it may take besides its profile."""
+    """Seconds that the point may take besides its profile."""
 
     @property
     def variants(self) -> set[str]:
@@ -101,7 +101,6 @@ class Timed:
     """Seconds by variant, where there is a prediction."""
     chosen: dict[str, str] = field(default_factory=dict)
     """Variants that were chosen by the profile, by who chooses."""
-    rates: dict[str, float | None] = field(default_factory=dict)
 
 
 def _layer(dispatchers: str, tokens: int, hidden: int, ffn: int, experts: int, topk: int, **more: Any) -> LayerSettings:
@@ -270,10 +269,10 @@ def time_one(point: Point, cluster: Any, device: Any) -> Timed:
 
 
 def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
-    from megatron_moe_opt.cli.layer.bench import time_rounds
-    from megatron_moe_opt.cli.layer.predicted import predict_layer, workload_of
+    from megatron_moe_opt.cli.bench.balance import routing_balance
+    from megatron_moe_opt.cli.bench.predicted import predict_layer, workload_of
+    from megatron_moe_opt.cli.bench.run import time_rounds
     from megatron_moe_opt.cli.ranks import parallel_layer
-    from megatron_moe_opt.cli.routing.balance import routing_balance
     from megatron_moe_opt.integration.measuring.under_test import layers_under_test
     from megatron_moe_opt.planning.predicting.baselines import deepspeed, fastermoe
     from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster

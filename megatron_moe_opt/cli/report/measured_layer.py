@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_moe_opt.cli.bench.balance import RoutingBalance
+from megatron_moe_opt.cli.bench.link_rates import LinkRates, WireLimit
+from megatron_moe_opt.cli.bench.predicted import Predicted
+from megatron_moe_opt.cli.bench.recorded_step import RecordedStep
 from megatron_moe_opt.cli.console import say, table_of
-from megatron_moe_opt.cli.layer.link_rates import LinkRates, WireLimit
-from megatron_moe_opt.cli.layer.predicted import Predicted
-from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
-from megatron_moe_opt.cli.routing.balance import RoutingBalance
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.choosing.contenders import median_within
 from megatron_moe_opt.runtime.observed.traffic_rows import INTER_NODE, INTRA_NODE, TrafficRow

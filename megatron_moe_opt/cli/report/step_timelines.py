@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.cli.bench.recorded_step import record_step
+from megatron_moe_opt.cli.bench.run import check
 from megatron_moe_opt.cli.console import report_console, say
-from megatron_moe_opt.cli.layer.bench import check
-from megatron_moe_opt.cli.layer.recorded_step import record_step
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
 from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines

@@ -12,7 +12,7 @@ from megatron_moe_opt.systems.system import FLAG
 from megatron_moe_opt.variants import FLEX, split_variant
 
 if TYPE_CHECKING:
-    from megatron_moe_opt.integration.auto.auto_layer import Controller
+    from megatron_moe_opt.integration.auto.controller import Controller
     from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.integration.measuring import loads
@@ -17,11 +15,17 @@ from megatron_moe_opt.integration.measuring.domain_moves import domain_groups_of
 from megatron_moe_opt.integration.measuring.layer_settings import torch_dtype
 from megatron_moe_opt.integration.measuring.loads import Rows
 from megatron_moe_opt.integration.measuring.local import compute_sharing, local_work, one_expert
+from megatron_moe_opt.integration.measuring.megatron_moves import (
+    expert_groups,
+    groups_of_one_rank,
+    megatron_groups,
+    moves_of_groups,
+    stock_moves,
+)
 from megatron_moe_opt.integration.measuring.meter import LEAST_OPS, Busy, Load, Meter
 from megatron_moe_opt.integration.measuring.partitions import partition_overhead
 from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.measuring.undisturbed import undisturbed
-from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, INSIDE, ONE_RANK
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, Points, World
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings
@@ -30,9 +34,8 @@ from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane
-from megatron_moe_opt.topology.expert_groups import ExpertGroups
-from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
-from megatron_moe_opt.topology.process_groups import COMMUNICATOR_BYTES, refine, temporary_groups
+from megatron_moe_opt.topology.nodes import discover_nodes
+from megatron_moe_opt.topology.process_groups import COMMUNICATOR_BYTES
 from megatron_moe_opt.versions import software
 
 KIB, MIB = 2**10, 2**20
@@ -107,9 +110,9 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
     ):
         room = room_beside(device, num_domain_groups(sizes.workers))
         experts_travel = world.expert_tp == 1  # those that are cut do not
-        moves = domain_moves(rows, domains, sizes.workers, experts_travel) + _moves(rows, groups, nodes)
+        moves = domain_moves(rows, domains, sizes.workers, experts_travel) + moves_of_groups(rows, groups, nodes)
         groups |= domains
-        of_stock = _stock_moves(rows, groups)
+        of_stock = stock_moves(rows, groups)
         codec = [loads.codec(rows, kind) for kind in Kind if kind in CODEC and sizes.codec and experts_travel]
         measured = _Measured(meter, seconds, moves, groups, STOCK_SHARES * len(of_stock) + len(codec), room)
         parts = [*(str(load) for load in (*moves, *codec)), *(f"{load} of stock" for load in of_stock), *_LAST_PARTS]
@@ -187,17 +190,6 @@ def room_beside(device: torch.device, communicators: int) -> int | None:
 def _fitting(sizes: Sequence[int], each: int, room: int | None) -> Sequence[int]:
     """Returns the sizes, of so many bytes each, that take at most PART_OF_ROOM of the free memory; the first always."""
     return sizes if room is None else (sizes[0], *(size for size in sizes[1:] if size * each <= room * PART_OF_ROOM))
-
-
-@contextmanager
-def groups_of_one_rank() -> Iterator[ProcessGroupCollection]:
-    """Yields Megatron's groups for a layer that a rank has by itself. A collective call over the world."""
-    alone = refine(dist.group.WORLD, [dist.get_rank()], "profile")
-    collection = ProcessGroupCollection()
-    for role in ("tp", "cp", "dp", "dp_cp", "tp_cp", "tp_dp_cp", "ep", "expt_tp", "expt_dp", "tp_ep"):
-        setattr(collection, role, alone)
-    with temporary_groups([alone]):
-        yield collection
 
 
 class _Measured:
@@ -364,63 +356,3 @@ def _busy(load: Load, points: Points, near: float) -> Busy:
     """Returns what keeps a lane busy: ops of the time nearest to so many seconds."""
     size, seconds = _near(points, near)
     return Busy(load, load.sized(size), seconds)
-
-
-# What training issues in the groups of a role. EP comes last (but for experts): it gets the time that others have left.
-_INTRA: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
-    ("expert-tp", (loads.reduce_scatter, loads.all_gather)),
-    ("tp", (loads.reduce_scatter, loads.all_gather)),
-)
-_INTER: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
-    ("dp", (loads.reduce_scatter, loads.all_gather)),
-    ("cp", (loads.reduce_scatter, loads.all_gather)),
-    (JOINT, (loads.all_to_all,)),
-    ("ep", (loads.all_to_all,)),
-)
-
-
-def _moves(rows: Rows, groups: Mapping[str, ProcessGroup], nodes: NodeMap) -> list[Load]:
-    """Returns every move that these groups, nodes and devices have."""
-    moves = [loads.copy(rows), *(loads.host_transfer(rows, kind) for kind in (Kind.OFFLOAD, Kind.PREFETCH))]
-    for lane, roles, link, rings in (
-        (Lane.INTRA, _INTRA, INSIDE, loads.rings_inside(nodes)),
-        (Lane.INTER, _INTER, EVERY_RANK, loads.rings_between(nodes)),
-    ):
-        if rings:
-            moves.append(loads.ring(rows, dist.group.WORLD, rings, link, lane))
-        if link == EVERY_RANK and len(rings) > 1:
-            moves.append(loads.ring(rows, dist.group.WORLD, rings[:1], ONE_RANK, lane))
-        for role, collectives in roles:
-            if role in groups and groups[role].size() > 1:
-                moves += [collective(rows, groups[role], role, lane) for collective in collectives]
-    return moves
-
-
-def _stock_moves(rows: Rows, groups: Mapping[str, ProcessGroup]) -> list[Load]:
-    """Returns the moves that are not as fast when stock Megatron calls them."""
-    if "ep" not in groups or groups["ep"].size() == 1:
-        return []
-    return [loads.stock_all_to_all(rows, groups["ep"], "ep", Lane.INTER)]
-
-
-def megatron_groups() -> dict[str, ProcessGroup]:
-    """Returns Megatron's process group of this rank for each role that has more than one rank; EP's too, where EP and
-    expert-TP have a joint one, which is where Parm has a choice: expert-TP, or TP to split tokens over.
-    """
-    groups = {
-        "expert-tp": parallel_state.get_expert_tensor_parallel_group(),
-        "tp": parallel_state.get_tensor_model_parallel_group(),
-        "dp": parallel_state.get_data_parallel_group(),
-        "cp": parallel_state.get_context_parallel_group(),
-        JOINT: parallel_state.get_expert_tensor_and_model_parallel_group(),
-        "ep": parallel_state.get_expert_model_parallel_group(),
-    }
-    if max(groups["tp"].size(), groups["expert-tp"].size()) == 1:
-        del groups[JOINT]
-    several = {role for role, group in groups.items() if group.size() > 1}
-    return {role: group for role, group in groups.items() if role in several or (role == "ep" and JOINT in several)}
-
-
-def expert_groups(groups: Mapping[str, ProcessGroup]) -> ExpertGroups:
-    """Returns those of `megatron_groups` that a MoE layer communicates over. Without a joint one EP's is it."""
-    return ExpertGroups(groups["ep"], groups.get("expert-tp"), groups.get(JOINT, groups["ep"]))

@@ -15,7 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe_opt import register
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.auto.auto_layer import Controller, current_controller
+from megatron_moe_opt.integration.auto.auto_layer import current_controller
+from megatron_moe_opt.integration.auto.controller import Controller
 from megatron_moe_opt.integration.flex_backends import DEFAULT
 from megatron_moe_opt.integration.layer.moe_layer import build_layer, forget_migrated_experts, impose_routing
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings, torch_dtype
@@ -23,7 +24,6 @@ from megatron_moe_opt.integration.measuring.workloads import choose_experts
 from megatron_moe_opt.integration.observe.telemetry import take_records, watch
 from megatron_moe_opt.integration.registry import without_model
 from megatron_moe_opt.option_values import AUTO
-from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.engine.recording import clock, recording
 from megatron_moe_opt.runtime.observed.layer_pass import Direction, Instant
 from megatron_moe_opt.schedules.stages import BACKWARD, FORWARD, Stages
@@ -214,13 +214,11 @@ def layer_under_test(
     ep: int,
     device: torch.device,
     permute_fusion: bool = False,
-    options: Options | None = None,
     groups: Any = None,
 ) -> LayerUnderTest:
     """Returns the layer of a variant (see split_variant), ready for a step.
 
     Args:
-        options: in the place of the variant's, for what no variant's name says.
         groups: Megatron's ProcessGroupCollection in the place of the groups that it has made.
     """
     rank = settings.data_rank(dist.get_rank())
@@ -236,8 +234,8 @@ def layer_under_test(
         seed=settings.seed,
         rank=rank,
     )
-    dispatcher, of_variant = split_variant(variant, settings.profile)
-    register(options or of_variant)
+    dispatcher, options = split_variant(variant, settings.profile)
+    register(options)
     layer = build_layer(layer_config(settings, variant, ep, permute_fusion), groups)
     common = layer, tokens.requires_grad_(), output_grad
     if settings.dispatch_only:

@@ -29,6 +29,8 @@ ONE_CHUNK = 0.95
 """The part of a single chunk's predicted time that is compared with several chunks: ranks that are out of step overlap
 stages by themselves, and the simulator plays them in step.
 """
+_RATIO = 2**0.5
+"""The upper over the lower end of a range of row counts that share a choice."""
 _MOST_ROWS = 2**40
 
 
@@ -109,14 +111,12 @@ class ChoiceByRows(Generic[C]):
     must be agreed by the ranks of a layer before they are looked up.
     """
 
-    def __init__(self, choose_for: Callable[[int], C], ratio: float = 2**0.5) -> None:
-        """Takes the function that gives the choice for a row count, and a range's `ratio` of upper to lower end."""
-        if not ratio > 1:
-            raise ValueError(f"ratio {ratio} of a range of row counts is not above 1")
+    def __init__(self, choose_for: Callable[[int], C]) -> None:
+        """`choose_for` gives the choice for a row count."""
         self._choose_for = choose_for
         self._begins = [0, 1]
         while self._begins[-1] < _MOST_ROWS:
-            self._begins.append(max(self._begins[-1] + 1, round(self._begins[-1] * ratio)))
+            self._begins.append(max(self._begins[-1] + 1, round(self._begins[-1] * _RATIO)))
         self._choices: dict[int, C] = {}
 
     def range_of(self, rows: int) -> range:

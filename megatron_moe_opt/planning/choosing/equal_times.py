@@ -12,13 +12,13 @@ EQUAL_WITHIN = 0.03
 C = TypeVar("C")
 
 
-def fewest_of_equal(candidates: Sequence[tuple[float, int, C]], equal_within: float = EQUAL_WITHIN) -> C:
-    """Returns the one of (seconds, parts, what) to take: the same on every rank that has the same candidates.
+def fewest_of_equal(candidates: Sequence[tuple[float, int, C]]) -> C:
+    """The one of (seconds, parts, what) to take: the same on every rank that has the same candidates.
 
-    Of times that exceed the least by up to `equal_within` of it the one in fewest parts; of those the fastest, and of
+    Of times that exceed the least by up to EQUAL_WITHIN of it the one in fewest parts; of those the fastest, and of
     equally fast ones the first.
     """
-    least = min(seconds for seconds, _, _ in candidates) * (1 + equal_within)
+    least = min(seconds for seconds, _, _ in candidates) * (1 + EQUAL_WITHIN)
     fewest = min(parts for seconds, parts, _ in candidates if seconds <= least)
     of_fewest = [(seconds, what) for seconds, parts, what in candidates if parts == fewest]
     fastest = min(seconds for seconds, _ in of_fewest) * TIE

@@ -19,18 +19,16 @@ _FIRST_THAT_NEEDS_NO_ORDER = 10
 """The first compute capability, Blackwell's, of GPUs on which Megatron does not ask for one queue."""
 
 
-def gpu_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def gpu_settings() -> dict[str, str]:
     """Returns CUDA_DEVICE_MAX_CONNECTIONS and NCCL's variables, as far as they are set."""
     return {
-        name: environment[name]
-        for name in sorted(environment)
+        name: os.environ[name]
+        for name in sorted(os.environ)
         if name == CONNECTIONS or (name.startswith("NCCL_") and not name.startswith(_OF_NO_EFFECT))
     }
 
 
-def other_settings(
-    file: object, measured: Mapping[str, object] | None, environment: Mapping[str, str] = os.environ
-) -> str | None:
+def other_settings(file: object, measured: Mapping[str, object] | None) -> str | None:
     """Returns one sentence where this process has other settings than `file` was measured with; None where it has the
     same.
 
@@ -39,7 +37,7 @@ def other_settings(
     """
     if measured is None:
         return None
-    listed = differences(gpu_settings(environment), measured)
+    listed = differences(gpu_settings(), measured)
     if listed is None:
         return None
     return f"{file} was measured with other settings, and its times may not hold: {listed}; set these, or measure again"
@@ -54,16 +52,16 @@ def demands_one_queue(tp: int, cp: int, capability: int) -> bool:
     return max(tp, cp) > 1 and capability < _FIRST_THAT_NEEDS_NO_ORDER
 
 
-def has_one_queue(environment: Mapping[str, str] = os.environ) -> bool:
+def has_one_queue() -> bool:
     """Whether all streams of this process share a hardware queue."""
-    return environment.get(CONNECTIONS) == "1"
+    return os.environ.get(CONNECTIONS) == "1"
 
 
-def needless_queue(tp: int, cp: int, capability: int, environment: Mapping[str, str] = os.environ) -> str | None:
+def needless_queue(tp: int, cp: int, capability: int) -> str | None:
     """Returns one sentence where a single queue costs overlap that nobody asked for, else
     None. See `demands_one_queue`.
     """
-    if not has_one_queue(environment) or demands_one_queue(tp, cp, capability):
+    if not has_one_queue() or demands_one_queue(tp, cp, capability):
         return None
     why = f"tensor parallelism {tp} and context parallelism {cp}" if max(tp, cp) == 1 else "this GPU"
     return (
@@ -72,11 +70,11 @@ def needless_queue(tp: int, cp: int, capability: int, environment: Mapping[str, 
     )
 
 
-def too_few_queues(streams: int, environment: Mapping[str, str] = os.environ) -> str | None:
+def too_few_queues(streams: int) -> str | None:
     """Returns one sentence where there are fewer hardware queues than streams, but several; else None. Of
     one, see `needless_queue`.
     """
-    value = environment.get(CONNECTIONS)
+    value = os.environ.get(CONNECTIONS)
     queues = _BY_DEFAULT if value is None else int(value) if value.isdecimal() else 1
     if queues == 1 or queues >= streams:
         return None

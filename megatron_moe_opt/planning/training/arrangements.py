@@ -9,7 +9,7 @@ from itertools import product
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.training.memory import RECOMPUTE
 from megatron_moe_opt.planning.training.model import ModelShape
-from megatron_moe_opt.topology.layouts import Layout
+from megatron_moe_opt.topology.layouts import Layout, mixes_expert_gradients
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Sequences of a micro-batch that are tried."""
@@ -62,10 +62,8 @@ def arrangements(
 
 
 def _layout(model: ModelShape, world: int, tp: int, cp: int, pp: int, ep: int, expert_tp: int) -> Layout | None:
-    """Returns the layout; None where Megatron would refuse it, or (before 0.19) sum experts' gradients over others than
-    those that hold them.
-    """
-    if ep == 1 and expert_tp != tp:
+    """Returns the layout; None where Megatron would refuse it, or some versions mix experts' gradients."""
+    if mixes_expert_gradients(tp, ep, expert_tp):
         return None
     if world % (tp * cp * pp) or world % (expert_tp * ep * pp) or (model.kv_heads or model.heads) % tp:
         return None

@@ -1,4 +1,4 @@
-"""Memory of training on one rank: weights, gradients, optimizer states (MoNTA, Table 3), activations (eq. 2, Table 4).
+"""Memory of training on one rank: weights, gradients, optimizer states (MoNTA, Table 3), activations.
 
 What is computed is in docs/cost-model.md, how the printed tables differ in docs/papers/monta.md.
 """
@@ -160,24 +160,25 @@ def training_memory(
     sequence: int,
     micro_batches: int,
     stage: int = 0,
-    zero: int = 1,
     recompute: str = "none",
     each: BytesPerParameter | None = None,
 ) -> StageMemory:
     """Returns all of a rank's memory for its layers and words (eq. 1), without embedding output, logits and workspace.
 
+    Optimizer states are shared out as Megatron's distributed optimizer does.
+
     Args:
         micro_batches: of one step; the pipeline (1F1B) holds the activations of at most pp - stage of them.
         recompute: "none"; "selective", of the attention's middle; "full", of every layer from its input.
-        zero, each: see state_memory.
+        each: see state_memory.
 
     Raises:
         ConfigurationError: see ModelShape.parameters.
-        ValueError: an unknown ZeRO stage or recompute.
+        ValueError: an unknown recompute.
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute {recompute} is not one of {', '.join(RECOMPUTE)}")
-    states = state_memory(model, layout, stage, zero, each)
+    states = state_memory(model, layout, stage, each=each)
     per_stage = model.layers // layout.pp
     activations = 0
     for layer in range(stage * per_stage, (stage + 1) * per_stage):
@@ -188,23 +189,3 @@ def training_memory(
             terms = {"layer input": BF16 * micro_batch * sequence // layout.cp // layout.tp * model.hidden}
         activations += sum(terms.values())
     return replace(states, activations=float(activations * min(layout.pp - stage, micro_batches)))
-
-
-def paper_activations(
-    tokens: int, sequence: int, hidden: int, heads: int, layers: int, topk: int, tp: int = 1
-) -> dict[str, float]:
-    """Returns the bytes of eq. 2 and of the rows of Table 4: 16-bit, experts of 4 * hidden without gate, dropout, plain
-    attention.
-
-    With tokens = b s, and l layers of which the first pipeline stage holds l / p for p micro-batches. By row:
-    "none", "tp", "sp" (with TP), "selective" and "full" (with TP and SP).
-    """
-    scale, scores = tokens * hidden * layers, 5 * heads * sequence / hidden
-    rows = 13 + 21 * topk
-    return {
-        "none": scale * (rows + scores),
-        "tp": scale * (5 + 5 * topk + (8 + 16 * topk + scores) / tp),
-        "sp": scale * (rows + scores) / tp,
-        "selective": scale * rows / tp,
-        "full": scale * 2 / tp,
-    }

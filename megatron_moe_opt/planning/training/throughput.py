@@ -23,8 +23,6 @@ class GpuSpeed:
 class Throughput:
     """What one training step takes, and what that is of what the GPUs could do."""
 
-    layer_seconds: float
-    """Seconds of forward and backward of one MoE layer and micro-batch: compute and exchange."""
     step_seconds: float
     tokens_per_second: float
     """Tokens a second of one GPU."""
@@ -74,7 +72,6 @@ def throughput(
         raise ValueError(f"peak {device.peak_flops} FLOP/s at efficiency {device.efficiency} is not a device")
     tokens = micro_batch * sequence
     flops = tokens * flops_per_token(model, sequence) / (layout.tp * layout.cp * layout.pp)  # of one GPU
-    layer_flops = 6.0 * tokens * (model.layer_matrices() + sequence * model.query_size) / (layout.tp * layout.cp)
     speed = device.peak_flops * device.efficiency
     moe_layers = (model.layers - model.dense_layers) / layout.pp
     experts = 6.0 * tokens * model.expert_matrices / (layout.tp * layout.cp) if with_experts else 0.0
@@ -85,7 +82,6 @@ def throughput(
     step = one * (micro_batches + layout.pp - 1) + max(0.0, besides.gradients - one)
     tokens_of_step = tokens * micro_batches * layout.dp
     return Throughput(
-        layer_seconds=(layer_flops - experts) / speed + exchange_seconds,
         step_seconds=step,
         tokens_per_second=tokens_of_step / step / layout.world,
         mfu=flops * micro_batches / (step * device.peak_flops),

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 import megatron_moe_opt
+from megatron_moe_opt.cli.bench.balance import routing_balance
+from megatron_moe_opt.cli.bench.link_rates import LinkRates, WireLimit, wire_limit
+from megatron_moe_opt.cli.bench.links import measure_links
+from megatron_moe_opt.cli.bench.live_memory import peak_memory_growth
+from megatron_moe_opt.cli.bench.predicted import Predicted, predict_layer
+from megatron_moe_opt.cli.bench.recorded_step import record_step
 from megatron_moe_opt.cli.console import progress, report_console, say_written
-from megatron_moe_opt.cli.layer.link_rates import LinkRates, WireLimit, wire_limit
-from megatron_moe_opt.cli.layer.links import measure_links
-from megatron_moe_opt.cli.layer.live_memory import peak_memory_growth
-from megatron_moe_opt.cli.layer.predicted import Predicted, predict_layer
-from megatron_moe_opt.cli.layer.recorded_step import record_step
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer, world_size
 from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport, print_report
 from megatron_moe_opt.cli.report.saved_report import write_report
-from megatron_moe_opt.cli.routing.balance import routing_balance
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import STOCK, LayerSettings
 from megatron_moe_opt.integration.measuring.provenance import machine

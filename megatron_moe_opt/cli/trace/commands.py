@@ -32,7 +32,7 @@ def record(
 
     torchrun ... -m megatron_moe_opt.cli.main trace record -o a.npz pretrain_gpt.py ARGS
     """
-    from megatron_moe_opt.cli.routing.record import record_routing
+    from megatron_moe_opt.cli.trace.record import record_routing
 
     record_routing(script, output, steps)
 
@@ -55,7 +55,7 @@ def replay(
 
     moe-opt trace replay routing.npz --nodes 2 --ranks-per-node 4
     """
-    from megatron_moe_opt.cli.routing.replay import report_replay
+    from megatron_moe_opt.cli.trace.replay import report_replay
 
     report_replay(trace, nodes, ranks_per_node, expert_order, output)
 
@@ -73,7 +73,7 @@ def place(
 
     moe-opt trace place routing.npz --nodes 2 --ranks-per-node 4 -o order.json
     """
-    from megatron_moe_opt.cli.routing.replay import report_plan
+    from megatron_moe_opt.cli.trace.replay import report_plan
 
     report_plan(trace, nodes, ranks_per_node, output)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megatron_moe_opt.cli.routing.balance import RoutingBalance, max_over_mean
+from megatron_moe_opt.cli.bench.balance import RoutingBalance, max_over_mean
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.layer.link_rates import LinkRates
+from megatron_moe_opt.cli.bench.link_rates import LinkRates
 from megatron_moe_opt.integration.measuring.timing import slowest, timed
 from megatron_moe_opt.runtime.engine.collectives import all_to_all_rows
 from megatron_moe_opt.topology.nodes import NodeMap

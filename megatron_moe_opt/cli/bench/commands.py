@@ -68,7 +68,7 @@ def bench(
     Runs on the ranks that torchrun started, or on one process without it:
     torchrun --nproc-per-node 4 -m megatron_moe_opt.cli.main bench --hidden 1024
     """
-    from megatron_moe_opt.cli.layer.bench import LayerSettings, bench_layer
+    from megatron_moe_opt.cli.bench.run import LayerSettings, bench_layer
 
     settings = LayerSettings(
         dispatchers=tuple(name.strip() for name in dispatchers.split(",")), tokens=tokens, hidden=hidden,

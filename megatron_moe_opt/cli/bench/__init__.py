@@ -1,0 +1,1 @@
+"""One MoE layer on the ranks of this run under several dispatchers: `moe-opt bench`."""

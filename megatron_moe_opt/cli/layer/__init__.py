@@ -1,1 +1,0 @@
-"""One MoE layer on the ranks of this run, as benchmarks build, time and predict it."""

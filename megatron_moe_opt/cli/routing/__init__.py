@@ -1,1 +1,0 @@
-"""Choices of experts, seeded or recorded, and what is learned from recorded ones."""

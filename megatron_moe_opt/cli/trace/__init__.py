@@ -1,0 +1,1 @@
+"""Choices of experts, drawn or recorded, and what is learned from them: `moe-opt trace`."""
