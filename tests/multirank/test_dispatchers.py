@@ -26,7 +26,7 @@ def compare(
     steps: int = 1,
     options: Options | None = None,
 ) -> dict[str, Any]:
-    """On every rank: the relative error of each result, and whether all are stock's; see BesideStock."""
+    """Returns, on every rank, the relative error of each result, and whether all are stock's; see BesideStock."""
     from tests.ranks.megatron import parallel
 
     with parallel(**layout):

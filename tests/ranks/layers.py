@@ -110,7 +110,7 @@ class BesideStock:
         return self.run(self.stock)
 
     def errors(self, found: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Of each result the norm of the difference from stock's over the norm."""
+        """Returns, for each result, the norm of its difference from stock's over stock's norm."""
         self._check_names(found)
         return {name: difference(found[name], self.expected[name]) for name in found}
 

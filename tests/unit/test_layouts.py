@@ -134,7 +134,7 @@ MODEL = MoeModel(experts=8, attention_heads=64, expert_ffn_hidden=28672, layers=
 
 
 def _meetings(layout):
-    """Of each EP and CP group: (ranks that they share, the smaller one's size)."""
+    """Returns, for each EP and CP group, (ranks that they share, the smaller one's size)."""
     cps = [set(ranks) for ranks in layout.groups("cp")]
     return [(len(cp.intersection(ep)), min(len(cp), len(ep))) for ep in layout.groups("ep") for cp in cps]
 

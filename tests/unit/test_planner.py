@@ -164,7 +164,7 @@ def migrating(expert_hidden: int) -> tuple[LayerWorkload, Cluster]:
 
 
 def test_tokens_that_hop_are_gathered_over_tp_part_by_part():
-    """In one partition as S1 gathers them behind the layer; in several, beside the experts."""
+    """One partition is gathered as by S1, behind the layer; several are, beside the experts."""
     layer, measured = migrating(512)
     layer = dataclasses.replace(layer, tp=4, tokens=4096)
     curves = measured.curves | {(Kind.ALL_GATHER, "tp"): line(1e-4, 100 * MB)}
