@@ -14,6 +14,7 @@ struct Executor::Run {
   Clock::time_point begin;
   std::vector<bool> done;
   std::vector<Action*> running;  // of each lane, null between actions
+  std::vector<int> next;         // of each lane, the op that it waits to begin, or -1
   int lanes_left = 0;            // that have not finished, the caller's aside
   std::optional<Failure> failure;
   const Inside* outer;  // what the thread that called run() is inside of
@@ -90,16 +91,22 @@ void Inside::refuse(const void* executor) {
 // The threads of an executor, and what they share.
 struct Executor::Lanes {
   explicit Lanes(const Executor* executor, int num_lanes)
-      : executor(executor), assigned(num_lanes, nullptr), threads(num_lanes) {}
+      : executor(executor), changed(num_lanes), assigned(num_lanes, nullptr), threads(num_lanes) {}
   ~Lanes();
 
   void work(int lane);
   void run_lane(Run& run, int lane, std::unique_lock<std::mutex>& lock);
+  void wake(int lane) { changed[lane].notify_all(); }
+  void wake_all();
+  void wake_ready(const Run& run);
 
   const Executor* executor;
   std::mutex one_run;
   std::mutex mutex;  // guards all below, and the state of a run
-  std::condition_variable changed;
+  // Of each lane, for its thread and for a caller that has taken its ops. Only who has something to do is woken: on few
+  // cores a thread that wakes up in vain keeps another one from its work.
+  std::vector<std::condition_variable> changed;
+  std::condition_variable ended;  // for the caller
   Run* under_way = nullptr;
   std::vector<Run*> assigned;  // the run that a lane's thread has yet to take up, or null
   std::vector<std::thread> threads;
@@ -111,9 +118,20 @@ Executor::Lanes::~Lanes() {
     std::lock_guard<std::mutex> lock(mutex);
     stopping = true;
   }
-  changed.notify_all();
+  wake_all();
   for (std::thread& thread : threads) {
     if (thread.joinable()) thread.join();
+  }
+}
+
+void Executor::Lanes::wake_all() {
+  for (std::condition_variable& of_lane : changed) of_lane.notify_all();
+}
+
+// Wakes the lanes whose next op has nothing to wait for any more.
+void Executor::Lanes::wake_ready(const Run& run) {
+  for (size_t lane = 0; lane < changed.size(); ++lane) {
+    if (run.next[lane] >= 0 && run.ready(run.ops[run.next[lane]])) wake(static_cast<int>(lane));
   }
 }
 
@@ -121,12 +139,12 @@ Executor::Lanes::~Lanes() {
 void Executor::Lanes::work(int lane) {
   std::unique_lock<std::mutex> lock(mutex);
   while (true) {
-    changed.wait(lock, [&] { return stopping || assigned[lane] != nullptr; });
+    changed[lane].wait(lock, [&] { return stopping || assigned[lane] != nullptr; });
     if (stopping) return;
     Run& run = *assigned[lane];
     assigned[lane] = nullptr;
     run_lane(run, lane, lock);
-    if (--run.lanes_left == 0) changed.notify_all();
+    if (--run.lanes_left == 0) ended.notify_all();
   }
 }
 
@@ -135,7 +153,9 @@ void Executor::Lanes::run_lane(Run& run, int lane, std::unique_lock<std::mutex>&
   for (size_t i = 0; i < run.ops.size(); ++i) {
     const Op& op = run.ops[i];
     if (op.lane != lane) continue;
-    changed.wait(lock, [&] { return run.failure || run.ready(op); });
+    run.next[lane] = static_cast<int>(i);
+    changed[lane].wait(lock, [&] { return run.failure || run.ready(op); });
+    run.next[lane] = -1;
     if (run.spans != nullptr) (*run.spans)[i].start = run.now();
     for (const auto& action : op.actions) {
       if (run.failure) return;
@@ -153,12 +173,12 @@ void Executor::Lanes::run_lane(Run& run, int lane, std::unique_lock<std::mutex>&
       run.running[lane] = nullptr;
       if (error) {
         run.fail(static_cast<int>(i), *error);
-        changed.notify_all();  // lanes that wait for an op need not wait any longer
+        wake_all();  // lanes that wait for an op need not wait any longer
       }
     }
     if (run.spans != nullptr) (*run.spans)[i].end = run.now();
     run.done[i] = true;
-    changed.notify_all();
+    wake_ready(run);
   }
 }
 
@@ -195,17 +215,24 @@ std::optional<Failure> Executor::run(const std::vector<Op>& ops, int caller_lane
       lanes.threads[op.lane] = std::thread(&Lanes::work, &lanes, op.lane);
     }
   }
-  Run run{ops, spans,        Clock::now(),       std::vector<bool>(ops.size()), std::vector<Action*>(num_lanes_),
-          0,   std::nullopt, Inside::innermost()};
+  Run run{ops,
+          spans,
+          Clock::now(),
+          std::vector<bool>(ops.size()),
+          std::vector<Action*>(num_lanes_),
+          std::vector<int>(num_lanes_, -1),
+          0,
+          std::nullopt,
+          Inside::innermost()};
   lanes.under_way = &run;
   for (const Op& op : ops) {
     if (op.lane == caller_lane || lanes.assigned[op.lane] != nullptr) continue;
     lanes.assigned[op.lane] = &run;
     ++run.lanes_left;
+    lanes.wake(op.lane);
   }
-  if (run.lanes_left > 0) lanes.changed.notify_all();
   lanes.run_lane(run, caller_lane, lock);
-  lanes.changed.wait(lock, [&] { return run.lanes_left == 0; });
+  lanes.ended.wait(lock, [&] { return run.lanes_left == 0; });
   lanes.under_way = nullptr;
   return run.failure;
 }
@@ -215,7 +242,7 @@ void Executor::give_up() {
   std::lock_guard<std::mutex> lock(lanes.mutex);
   if (lanes.under_way == nullptr) return;
   lanes.under_way->give_up();
-  lanes.changed.notify_all();
+  lanes.wake_all();
 }
 
 }  // namespace pipeline
