@@ -148,7 +148,7 @@ class MpmoeDispatcher(Dispatcher):
             counts, lent = rows.counts, None
             if self.migrated is not None:
                 counts, lent = torch.cat([counts, self.migrated.news()]), self.migrated.lent()
-            counts = HostCopy(all_gather_rows(counts.view(1, -1), None, groups.joint))
+            counts = HostCopy(all_gather_rows(counts.view(1, -1), groups.joint))
             return packed, PartitionedTokens(partitions, probs_TE.dtype, rows, counts, self.hops, lent)
         row_map, counts = map_rows(routing_map_TE, groups, capacity=capacity, num_rows=num_rows)
         packed, own = permuted(tokens_TH, probs_TE, row_map.cut(partitions.count), self.wire)

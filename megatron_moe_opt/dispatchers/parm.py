@@ -66,7 +66,7 @@ class ParmDispatcher(Dispatcher):
         copies, beyond = self.copies, None
         if copies is not None and not copies.inside and sizes.get("capacity") is None:
             # Before the joint group's counts: when the host has waited for those, these are there.
-            beyond = HostCopy(all_gather_rows(routing_map_TE.sum(0), None, copies.group).view(copies.group.size(), -1))
+            beyond = HostCopy(all_gather_rows(routing_map_TE.sum(0), copies.group).view(copies.group.size(), -1))
         row_map, counts = map_rows(routing_map_TE, self.groups, **sizes)
         if copies is None:
             packed, own = permuted(tokens_TH, probs_TE, row_map.cut(self.schedule.chunks), self.wire)
