@@ -23,17 +23,13 @@ from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 def _gather(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Returns the rows of all ranks; the gradients of the gathered rows are summed back to their owners."""
-    return linear(
-        rows, lambda rows: all_gather_rows(rows, None, group), lambda grad: reduce_scatter_rows(grad, None, group)
-    )
+    return linear(rows, lambda rows: all_gather_rows(rows, group), lambda grad: reduce_scatter_rows(grad, group))
 
 
 def _split(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Returns this rank's share of rows that all ranks hold; their gradients are gathered from all ranks."""
     own = group.rank()
-    return linear(
-        rows, lambda rows: rows.chunk(group.size())[own].clone(), lambda grad: all_gather_rows(grad, None, group)
-    )
+    return linear(rows, lambda rows: rows.chunk(group.size())[own].clone(), lambda grad: all_gather_rows(grad, group))
 
 
 def _all_reduce(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -85,7 +81,7 @@ class DeepSpeedDispatcher(Dispatcher):
         ep, etp = self.groups.ep, self.groups.etp
         if self.groups.etp_size > 1:
             tokens_TH, probs_TE = _gather(tokens_TH, etp), _gather(probs_TE, etp)
-            routing_map_TE = all_gather_rows(routing_map_TE.contiguous().view(torch.uint8), None, etp).bool()
+            routing_map_TE = all_gather_rows(routing_map_TE.contiguous().view(torch.uint8), etp).bool()
             capacity = None if capacity is None else capacity * etp.size()
             num_rows = None if num_rows is None else num_rows * etp.size()
         groups = ExpertGroups(ep=ep, etp=None, joint=ep)

@@ -135,7 +135,7 @@ def counts_beyond(copies: TokenCopies, routing_map_TE: torch.Tensor) -> HostCopy
     """
     if copies.inside:
         return None
-    return HostCopy(all_gather_rows(routing_map_TE.sum(0), None, copies.group).view(copies.group.size(), -1))
+    return HostCopy(all_gather_rows(routing_map_TE.sum(0), copies.group).view(copies.group.size(), -1))
 
 
 def map_rows(
@@ -148,10 +148,10 @@ def map_rows(
     if capacity is not None:  # every rank has `capacity` rows for every expert: nothing to ask
         counts = HostCopy(torch.full(shape, capacity))
     elif num_rows is None:  # the counts tell, which the host waits for anyway
-        counts = HostCopy(all_gather_rows(routing_map_TE.sum(0), None, groups.joint).view(shape))
+        counts = HostCopy(all_gather_rows(routing_map_TE.sum(0), groups.joint).view(shape))
         # host synchronisation: how many rows a capacity has left; only with a capacity and no padding
         num_rows = int(counts.wait()[groups.ep_rank, groups.etp_rank].sum())
     row_map = build_row_map(routing_map_TE, capacity=capacity, num_out_tokens=num_rows)
     if counts is None:
-        counts = HostCopy(all_gather_rows(row_map.expert_counts, None, groups.joint).view(shape))
+        counts = HostCopy(all_gather_rows(row_map.expert_counts, groups.joint).view(shape))
     return row_map, counts

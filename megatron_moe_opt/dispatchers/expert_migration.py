@@ -113,7 +113,7 @@ class ExpertMigrationDispatcher(Dispatcher):
         if self.migrated is not None:
             counts = torch.cat([counts, self.migrated.news()])
             lent = self.migrated.lent()
-        counts = HostCopy(all_gather_rows(counts.view(1, -1), None, self.groups.joint))
+        counts = HostCopy(all_gather_rows(counts.view(1, -1), self.groups.joint))
         return packed, HoppingTokens(self, rows, counts, lent)
 
     def dispatch(

@@ -195,7 +195,7 @@ class MpmoeDispatcher(Dispatcher):
                 # Before the joint group's counts: when the host has waited for those, these are there.
                 beyond = counts_beyond(copies, routing_map_TE)
                 told.append(routing_map_TE.sum(0))
-            counts = HostCopy(all_gather_rows(torch.cat(told).view(1, -1), None, groups.joint))
+            counts = HostCopy(all_gather_rows(torch.cat(told).view(1, -1), groups.joint))
             return packed, PartitionedTokens(partitions, probs_TE.dtype, rows, counts, self.hops, lent, copies, beyond)
         row_map, counts = map_rows(routing_map_TE, groups, capacity=capacity, num_rows=num_rows)
         packed, own = permuted(tokens_TH, probs_TE, row_map.cut(partitions.count), self.wire)

@@ -109,7 +109,7 @@ def agreed_cluster(groups: ExpertGroups, profile: Path, layer: LayerWorkload) ->
     Raises ConfigurationError, on all of them, if it cannot be read or was measured with groups of other sizes.
     """
     cluster = _read_by_first(groups, profile)
-    say_other_run("profile", profile, cluster, layer)
+    say_other_run(profile, cluster, layer)
     return cluster
 
 

@@ -13,6 +13,8 @@ from megatron_moe_opt.planning.costs.gpu_settings import other_settings
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.versions import software
 
+_PROFILE = "profile"
+"""What speaks of a profile: whichever dispatcher reads it, it is the same."""
 _said: set[tuple[str, Hashable]] = set()
 
 
@@ -36,14 +38,14 @@ def say_other_settings(dispatcher: str, file: object, measured: Mapping[str, obj
         say_once(dispatcher, line, lambda: line)
 
 
-def say_other_run(dispatcher: str, file: object, cluster: Cluster, layer: LayerWorkload) -> None:
+def say_other_run(file: object, cluster: Cluster, layer: LayerWorkload) -> None:
     """Says on rank 0 that a profile has warnings, or was measured for another layer than this one, on other ranks or
     versions, so that its times may not hold. Does what say_other_settings does, too.
     """
-    say_other_settings(dispatcher, file, cluster.gpu_settings)
+    say_other_settings(_PROFILE, file, cluster.gpu_settings)
     if cluster.warnings:
         listed = "; ".join(cluster.warnings)
-        say_once(dispatcher, (str(file), listed), lambda: f"{file} has curves to be doubted: {listed}")
+        say_once(_PROFILE, (str(file), listed), lambda: f"{file} has curves to be doubted: {listed}")
     there = cluster.measured_with()
     here = {
         RANKS: dist.get_world_size(),
@@ -55,7 +57,7 @@ def say_other_run(dispatcher: str, file: object, cluster: Cluster, layer: LayerW
     others = differences({name: here[name] for name in there}, there)
     if others is not None:
         say_once(
-            dispatcher,
+            _PROFILE,
             (str(file), others),
             lambda: (
                 f"{file} was measured for another run, and its times may not hold: {others}; measure again with "

@@ -154,8 +154,8 @@ def uneven_collectives(dtype):
     for other in everyone[1:]:
         total = total + other
     total = total.to(dtype)
-    gathered = all_gather_rows(own_rows, COUNTS, group)
-    reduced = reduce_scatter_rows(mine, COUNTS, group)
+    gathered = start_all_gather_rows(own_rows, COUNTS, group).wait()
+    reduced = start_reduce_scatter_rows(mine, COUNTS, group).wait()
     received = all_to_all_rows(mine, [COUNTS[rank]] * 4, COUNTS, group)
     assert torch.equal(gathered, torch.cat([everyone[r].split(COUNTS)[r] for r in range(4)]))
     assert torch.equal(reduced, total.split(COUNTS)[rank])
@@ -167,8 +167,8 @@ def uneven_collectives(dtype):
     assert torch.equal(stock, reduced)
     even = everyone[:, :8]
     stock = reduce_scatter_to_sequence_parallel_region(even[rank], group=group)
-    assert torch.equal(stock, reduce_scatter_rows(even[rank], None, group))
-    assert torch.equal(all_gather_rows(even[rank], None, group), even.flatten(0, 1))
+    assert torch.equal(stock, reduce_scatter_rows(even[rank], group))
+    assert torch.equal(all_gather_rows(even[rank], group), even.flatten(0, 1))
     return True
 
 
@@ -209,8 +209,8 @@ def test_all_transfers_of_a_collective_are_under_way_at_once_receives_first(rank
 def no_rows():
     group, empty = dist.group.WORLD, torch.empty(0, 7)
     shapes = [
-        all_gather_rows(empty, [0] * 4, group).shape,
-        reduce_scatter_rows(empty, [0] * 4, group).shape,
+        all_gather_rows(empty, group).shape,
+        reduce_scatter_rows(empty, group).shape,
         all_to_all_rows(empty, [0] * 4, [0] * 4, group).shape,
     ]
     return [tuple(shape) for shape in shapes]
@@ -273,7 +273,7 @@ def given_up():
         thread.start()
         try:
             with pytest.raises(CollectiveError, match="^all_gather_rows on .* failed on rank 0: given up$"):
-                all_gather_rows(torch.ones(2, 3), None, group)
+                all_gather_rows(torch.ones(2, 3), group)
         finally:
             returned.set()
             thread.join()
@@ -286,7 +286,7 @@ def test_what_waits_for_ranks_can_be_given_up(ranks):
 
 
 def wrong_counts():
-    reduce_scatter_rows(torch.ones(8), [1, 2, 3, 4], dist.group.WORLD)
+    start_reduce_scatter_rows(torch.ones(8), [1, 2, 3, 4], dist.group.WORLD)
 
 
 def test_counts_that_do_not_fit_are_refused(ranks):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.utils.checkpoint import checkpoint
 
-from megatron_moe_opt.runtime.engine.collectives import all_gather_rows, reduce_scatter_rows
+from megatron_moe_opt.runtime.engine.collectives import start_all_gather_rows, start_reduce_scatter_rows
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
 from megatron_moe_opt.runtime.observed.traffic_rows import TrafficRow
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
@@ -223,8 +223,8 @@ def _built_on_all_to_all():
     counts = [1, 0, 2, 3]  # rows of 2 floats = 8 bytes
 
     def issue():
-        all_gather_rows(torch.ones(counts[rank], 2), counts, None)
-        reduce_scatter_rows(torch.ones(6, 2), counts, None)
+        start_all_gather_rows(torch.ones(counts[rank], 2), counts, None).wait()
+        start_reduce_scatter_rows(torch.ones(6, 2), counts, None).wait()
 
     own, _ = _count(issue)
     to_peers = {peer: 8 * counts[peer] for peer in range(4) if peer != rank and counts[peer]}

@@ -143,14 +143,14 @@ def test_a_profile_of_another_layer_is_named(monkeypatch, capsys):
     gemm, etp = cluster.expert_gemm, cluster.world.expert_tp
     size = {"fp32": 4, "bf16": 2}[gemm.dtype]
     layer = LayerWorkload(0, gemm.hidden, gemm.ffn_hidden, False, 8, 2, size, 16, cluster.world.ep, etp)
-    say.say_other_run("profile", "f.json", cluster, layer)
+    say.say_other_run("f.json", cluster, layer)
     assert not capsys.readouterr().out
     for _ in range(2):
-        say.say_other_run("profile", "f.json", cluster, replace(layer, hidden=2 * gemm.hidden))
+        say.say_other_run("f.json", cluster, replace(layer, hidden=2 * gemm.hidden))
     assert capsys.readouterr().out == (
         f"moe-opt: profile: f.json was measured for another run, and its times may not hold: hidden size of a row "
         f"{2 * gemm.hidden} (there {gemm.hidden}); measure again with moe-opt profile\n"
     )
     monkeypatch.setattr(say, "software", lambda: {"torch": "99"})
-    say.say_other_run("profile", "f.json", replace(cluster, expert_gemm=None), layer)
+    say.say_other_run("f.json", replace(cluster, expert_gemm=None), layer)
     assert f"may not hold: torch 99 (there {cluster.software['torch']});" in capsys.readouterr().out

@@ -75,7 +75,7 @@ def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path) -> No
     if trace.num_passes < 2:
         raise ConfigurationError(f"{path} has one pass, which cannot be halved: record more")
     counts, half = trace.counts(), trace.num_passes // 2
-    planned = group_experts(counts[:half], nodes, ranks_per_node, solvers()[0], seed=0)
+    planned = group_experts(counts[:half], nodes, ranks_per_node, solvers()[0])
     order = ExpertOrder.of_devices(planned, trace.layers, nodes, nodes * ranks_per_node)
     write_expert_order(output, order)
     stock = stock_devices(len(trace.layers), trace.num_experts, nodes * ranks_per_node)

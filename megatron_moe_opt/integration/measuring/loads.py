@@ -166,12 +166,12 @@ def stock_all_to_all(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> 
 def gather_experts(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
     """Returns one level of the way of experts to the ranks of their domain, as ExpertCommunicator calls it."""
     part = group.size()
-    return _whole(Kind.ALL_GATHER, rows, group, role, lane, lambda own: all_gather_rows(own, None, group), part)
+    return _whole(Kind.ALL_GATHER, rows, group, role, lane, lambda own: all_gather_rows(own, group), part)
 
 
 def return_gradients(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
     """Returns one level of the way of experts' gradients to their owner, as ExpertCommunicator calls it."""
-    return _whole(Kind.REDUCE_SCATTER, rows, group, role, lane, lambda grads: reduce_scatter_rows(grads, None, group))
+    return _whole(Kind.REDUCE_SCATTER, rows, group, role, lane, lambda grads: reduce_scatter_rows(grads, group))
 
 
 def _whole(

@@ -229,9 +229,9 @@ def start_all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: d
     return PendingRows("all_gather_rows", group, work, lambda: gathered)
 
 
-def all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Gathers rows as `start_all_gather_rows`, waits, and returns [sum(counts), ...]."""
-    return start_all_gather_rows(rows, counts, group).wait()
+def all_gather_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Returns the rows of all ranks, each of which brings as many, in rank order: [ranks * R, ...]."""
+    return start_all_gather_rows(rows, None, group).wait()
 
 
 def start_reduce_scatter_rows(
@@ -267,9 +267,9 @@ def start_reduce_scatter_rows(
     return PendingRows("reduce_scatter_rows", group, work, lambda: total)
 
 
-def reduce_scatter_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sums rows as `start_reduce_scatter_rows`, waits, and returns [counts[rank], ...]."""
-    return start_reduce_scatter_rows(rows, counts, group).wait()
+def reduce_scatter_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Returns this rank's equal part of the sum of the tensors of all ranks: [R / ranks, ...]."""
+    return start_reduce_scatter_rows(rows, None, group).wait()
 
 
 def sum_in_rank_order(parts: torch.Tensor) -> torch.Tensor:

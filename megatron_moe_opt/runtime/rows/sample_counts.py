@@ -85,4 +85,4 @@ class SampleCountsGather:
             message[2] = self._unlike
         if samples <= self._room.samples:
             message[_HEADER : _HEADER + self._own.numel()] = self._own.flatten()
-        return HostCopy(all_gather_rows(message, None, self._groups.joint).view(self._groups.joint_size, -1))
+        return HostCopy(all_gather_rows(message, self._groups.joint).view(self._groups.joint_size, -1))
