@@ -103,7 +103,7 @@ def test_a_format_alone_is_a_variant():
 def test_what_a_format_does_not_go_with(dispatcher, given, fields, sentence, monkeypatch):
     import megatron_moe_opt
     from megatron_moe_opt.integration import checks
-    from tests.unit.test_registry import config
+    from tests.unit.config_cases import config
 
     megatron_moe_opt.use_host_backend()
     megatron_moe_opt.register(Options(**given), refuse_unread=True)
