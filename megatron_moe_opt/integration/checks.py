@@ -16,7 +16,7 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.row_format import SAME, Wire, WireFormat
 from megatron_moe_opt.systems import SYSTEMS, moves_samples, system_of
 from megatron_moe_opt.systems.expert_migration import NAME as EXPERT_MIGRATION
-from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, shown
+from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, given_flag, shown
 from megatron_moe_opt.topology.layouts import mixes_expert_gradients
 from megatron_moe_opt.versions import megatron_is_before
 
@@ -28,6 +28,8 @@ _NOT_GRAPHED = {
     "moe": "moe captures messages, which {name} sends on streams of its own",
     "moe_preprocess": "moe_preprocess captures the packing of rows, whose result {name} keeps outside of the graph",
 }
+_SAVED_BY_EXPERTS = ("--save-tokens-per-expert-interval", "--save-activations-interval", "--save-dgrads-interval")
+"""The flags that have Megatron-LM save what hooks of experts' linears see."""
 _NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan", "wire")
 
 
@@ -267,6 +269,16 @@ def _check_system(system: System, config: Any, options: Options, arguments: Any)
         raise ConfigurationError(
             "--expert-tensor-parallel-num-weight-shards cuts experts' weights, whose gradients are summed once a pass, "
             f"and {FLAG} {system.name} calls experts in its own order: drop it, or use monta"
+        )
+    if system.calls_experts and given_flag(arguments, "--flextron"):  # from megatron-core 0.18 on
+        raise ConfigurationError(
+            "--flextron multiplies experts' rows by what a router of its own has chosen, whose gradients do not pass "
+            f"through the experts' passes that {FLAG} {system.name} runs by themselves: drop it, or use monta"
+        )
+    if system.calls_experts and (flag := given_flag(arguments, *_SAVED_BY_EXPERTS)) is not None:
+        raise ConfigurationError(
+            f"{flag} saves what experts' last call in a step has, and {FLAG} {system.name} calls experts in its own "
+            "order: drop it, or use monta"
         )
     system.check(config, options, arguments)
     if options.wire != SAME:

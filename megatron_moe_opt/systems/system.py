@@ -200,6 +200,11 @@ def recomputed_modules(config: Any) -> list[str]:
     return config.recompute_modules or [] if config.recompute_granularity == "selective" else []
 
 
+def given_flag(arguments: Any, *flags: str) -> str | None:
+    """Returns the first of these flags that Megatron-LM's arguments have set; None: none is, or Megatron has none."""
+    return next((flag for flag in flags if getattr(arguments, flag[2:].replace("-", "_"), None)), None)
+
+
 def chosen_by_profile(variant: str, profile: Path | None) -> dict[str, Any]:
     """Returns the options of `NAME:auto`, which chooses by measurements. Raises ConfigurationError without any."""
     if profile is None:

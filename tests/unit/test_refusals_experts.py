@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.auto import first_step
 from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.options import Options, split_options
 from megatron_moe_opt.systems import system_of
@@ -40,6 +42,26 @@ def test_what_megatron_019_does_with_experts_that_are_called_once_is_refused(fie
             continue
         with pytest.raises(ConfigurationError, match=f"{flag} .* --moe-token-dispatcher-type {name} .* or use monta"):
             check_config(ours, name, Options())
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "why"),
+    [
+        ("--flextron", True, "multiplies experts' rows by what a router of its own has chosen"),
+        ("--save-tokens-per-expert-interval", 10, "saves what experts' last call in a step has"),
+        ("--save-activations-interval", 10, "saves what experts' last call in a step has"),
+        ("--save-dgrads-interval", 10, "saves what experts' last call in a step has"),
+    ],
+)
+def test_hooks_of_experts_are_refused_where_nobody_else_calls_these(monkeypatch, flag, value, why):
+    arguments = SimpleNamespace(**{flag[2:].replace("-", "_"): value})
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=arguments))
+    for name in ("mpmoe", "expert-migration"):
+        refusal(f"{flag} {why}", name=name)
+    assert first_step.refusal(config("auto"), "mpmoe:4").startswith(f"{flag} {why}")
+    config("monta")
+    vars(arguments).clear()
+    config("mpmoe")
 
 
 def test_rows_that_are_filled_up_and_count_do_not_hop():

@@ -56,11 +56,22 @@ def test_netmoe_refuses_what_later_versions_of_megatron_balance_and_share_by_sam
         check_config(ours, "netmoe", Options())
 
 
-def test_netmoe_refuses_masks_of_documents_at_launch(monkeypatch):
-    loop = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(reset_attention_mask=True))
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", loop)
-    refusal("--reset-attention-mask does not work with --moe-token-dispatcher-type netmoe", name="netmoe", **MOVES)
-    loop._GLOBAL_ARGS.reset_attention_mask = False
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--reset-attention-mask", True),
+        ("--export-kd-teacher-load", "teacher"),
+        ("--moe-routing-trace-path", "folder"),
+        ("--save-activations-interval", 10),
+        ("--save-dgrads-interval", 10),
+    ],
+)
+def test_netmoe_refuses_what_masks_compares_and_saves_the_samples_of_a_rank(monkeypatch, flag, value):
+    arguments = SimpleNamespace(**{flag[2:].replace("-", "_"): value})
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=arguments))
+    refusal(f"{flag} does not work with --moe-token-dispatcher-type netmoe", name="netmoe", **MOVES)
+    config("monta", **MOVES)
+    vars(arguments).clear()
     config("netmoe", **MOVES)
 
 
