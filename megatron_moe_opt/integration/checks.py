@@ -16,7 +16,17 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.row_format import SAME, Wire, WireFormat
 from megatron_moe_opt.systems import SYSTEMS, moves_samples, system_of
 from megatron_moe_opt.systems.expert_migration import NAME as EXPERT_MIGRATION
-from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, given_flag, shown
+from megatron_moe_opt.systems.system import (
+    CHOOSES,
+    FLAG,
+    PREFIX,
+    READS,
+    System,
+    flag_of,
+    given_flag,
+    quantization,
+    shown,
+)
 from megatron_moe_opt.topology.layouts import mixes_expert_gradients
 from megatron_moe_opt.versions import megatron_is_before
 
@@ -299,8 +309,7 @@ def _check_wire(config: Any, wire: Wire) -> None:
             f"{flag} sends rows of --fp16 in as many bytes with fewer digits: use --bf16, or give {PREFIX}wire "
             "dispatch=fp8,combine=same"
         )
-    recipe = "--fp8-format" if config.fp8 else "--fp4-format" if getattr(config, "fp4", None) else None
-    if recipe is not None and any(one.block is not None for one in formats):
+    if (recipe := quantization(config)) is not None and any(one.block is not None for one in formats):
         raise ConfigurationError(
             f"{flag} rounds what experts in {recipe} round again, by scales of their own: drop one of the two, or give "
             f"{PREFIX}wire bf16"

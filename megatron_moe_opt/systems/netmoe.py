@@ -19,7 +19,17 @@ from megatron_moe_opt.schedules import netmoe as hops
 from megatron_moe_opt.schedules.monta import EP, even_chunks
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 from megatron_moe_opt.systems.monta import DEFAULT_CHUNKS, MontaOptions, parse_pipeline, pipelines, pipelining
-from megatron_moe_opt.systems.system import FLAG, PREFIX, Grammar, Run, System, given_flag, recomputed_modules, shown
+from megatron_moe_opt.systems.system import (
+    FLAG,
+    PREFIX,
+    Grammar,
+    Run,
+    System,
+    given_flag,
+    quantization,
+    recomputed_modules,
+    shown,
+)
 from megatron_moe_opt.topology.domains import stationary
 
 NAME = "netmoe"
@@ -67,8 +77,8 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
         (config.fp32_residual_connection, "--fp32-residual-connection"),
         (getattr(config, "fused_residual_rmsnorm", False), "--fused-residual-rmsnorm"),
         (
-            (config.recompute_granularity == "full" or "moe" in recompute) and bool(config.fp8 or config.fp4),
-            f"--recompute-granularity {config.recompute_granularity} with --fp{8 if config.fp8 else 4}-format",
+            (config.recompute_granularity == "full" or "moe" in recompute) and quantization(config) is not None,
+            f"--recompute-granularity {config.recompute_granularity} with {quantization(config)}",
         ),
         ("layernorm" in recompute, "--recompute-modules layernorm"),
         (config.fine_grained_activation_offloading, "--fine-grained-activation-offloading"),

@@ -200,8 +200,21 @@ def recomputed_modules(config: Any) -> list[str]:
     return config.recompute_modules or [] if config.recompute_granularity == "selective" else []
 
 
+def quantization(config: Any) -> str | None:
+    """Returns the flag by which a TransformerConfig has experts compute in narrower formats; None: they do not."""
+    if config.fp8:
+        return "--fp8-format"
+    if config.fp4:
+        return "--fp4-format"
+    return None if config.quant_recipe is None else "--te-precision-config-file or --kitchen-config-file"
+
+
 def given_flag(arguments: Any, *flags: str) -> str | None:
-    """Returns the first of these flags that Megatron-LM's arguments have set; None: none is, or Megatron has none."""
+    """Returns the first of these flags that is set; None: none is, or this Megatron has none of them.
+
+    Args:
+        arguments: Megatron-LM's, or a TransformerConfig, for flags that its fields are named after.
+    """
     return next((flag for flag in flags if getattr(arguments, flag[2:].replace("-", "_"), None)), None)
 
 

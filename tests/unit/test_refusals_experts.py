@@ -86,6 +86,12 @@ def test_rows_that_are_filled_up_and_count_do_not_hop():
     ("reuse", "settings", "sentence"),
     [
         ("S3", {"fp8": "hybrid"}, "--moe-opt-memory-reuse S3 does not know what experts in --fp8-format save: use"),
+        ("S4", {"quant_recipe": object()}, "experts in --te-precision-config-file or --kitchen-config-file save: use"),
+        (
+            "S2",
+            {"use_transformer_engine_op_fuser": True},
+            "--moe-opt-memory-reuse S2 may offload what an expert's first matrix product makes, which --use-t",
+        ),
         (
             None,
             {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
@@ -110,6 +116,14 @@ def test_what_partitions_do_not_go_with_is_refused(reuse, settings, sentence):
         check_config(ours, "mpmoe", Options(memory_reuse=reuse))
     if reuse is not None:
         check_config(ours, "mpmoe", Options())
+
+
+def test_a_fused_expert_may_be_recomputed_and_not_offloaded():
+    ours = config("mpmoe")
+    ours.use_transformer_engine_op_fuser = True
+    check_config(ours, "mpmoe", Options(memory_reuse="S3"))
+    with pytest.raises(ConfigurationError, match="--moe-opt-memory-reuse auto may offload .* --use-transformer-engine"):
+        check_config(ours, "mpmoe", Options(memory_reuse="auto", profile=Path("c.json")))
 
 
 def test_rows_to_all_shards_at_once_need_experts_that_are_cut():
@@ -159,6 +173,8 @@ def test_a_layer_without_the_experts_seam_is_refused():
     [
         ((2, 1), {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2}, "--expert-tensor-parallel-size 2 "
          "cuts experts, which do not travel in parts under --moe-token-dispatcher-type expert-migration: set it to 1"),
+        ((2, 1), {"quant_recipe": object()}, "--moe-opt-domain-sizes 2,1 has experts travel, and --te-precision-config-"
+         "file or --kitchen-config-file keeps state of weights in the module that they leave: drop it"),
         ((2, 1), {"gradient_accumulation_fusion": True}, "--moe-opt-domain-sizes 2,1 has experts travel, and gradients "
          "of travelling experts have no main_grad to be added to: give --no-gradient-accumulation-fusion"),
     ],

@@ -30,6 +30,10 @@ pytestmark = pytest.mark.usefixtures("registered")
             "--moe-shared-expert-overlap",
             {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True},
         ),
+        (
+            "--recompute-granularity selective with --te-precision-config-file or --kitchen-config-file",
+            {"recompute_granularity": "selective", "recompute_modules": ["moe"], "quant_recipe": object()},
+        ),
         ("--moe-latent-size", {"moe_latent_size": 8}),
         (
             "--moe-router-load-balancing-type sinkhorn",

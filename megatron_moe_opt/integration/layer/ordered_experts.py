@@ -27,7 +27,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.planning.offline.expert_order import order_of_layer, read_expert_order
 from megatron_moe_opt.runtime.engine.collectives import all_to_all_rows
-from megatron_moe_opt.systems.system import PREFIX, given_flag
+from megatron_moe_opt.systems.system import PREFIX, given_flag, quantization
 
 FLAG = f"{PREFIX}expert-order"
 _SAVED_BY_PLACE = (
@@ -61,8 +61,7 @@ def check_expert_order(config: Any, path: Path) -> None:
     for flag, given in (
         ("--moe-grouped-gemm", config.moe_grouped_gemm),
         ("--mtp-num-layers", config.mtp_num_layers),
-        ("--fp8-format", config.fp8),
-        ("--fp4-format", config.fp4),
+        (quantization(config), quantization(config) is not None),
         ("--use-cpu-initialization", config.use_cpu_initialization),
         ("--init-model-with-meta-device", getattr(config, "init_model_with_meta_device", False)),
     ):
