@@ -222,6 +222,15 @@ def test_rows_are_not_split_after_the_gate_where_its_losses_count_tokens(setting
     config("parm", **per_token)  # S1
 
 
+def test_auto_is_refused_where_equal_runs_must_end_alike():
+    refusal(
+        "--deterministic-mode has equal runs end alike, and --moe-token-dispatcher-type auto chooses by measured times",
+        name="auto",
+        deterministic_mode=True,
+    )
+    config("monta", deterministic_mode=True)
+
+
 @pytest.mark.parametrize("name", ["monta", "parm", "auto"])
 def test_projections_of_latent_experts_need_sequence_parallelism_under_tp(name):
     latent = {"moe_latent_size": 8, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
@@ -410,6 +419,33 @@ def test_arguments_are_refused_before_megatron_looks_at_them(monkeypatch, argume
     loop.validate_args(divisible, {})
     assert validated == [divisible]
     checks.check_arguments(SimpleNamespace(num_experts=None, expert_model_parallel_size=1), Options(), True)
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        (
+            "--fake-process-group",
+            "has no other ranks, from which --moe-token-dispatcher-type monta takes",
+        ),
+        (
+            "--inprocess-restart",
+            "begins a run anew in processes that --moe-token-dispatcher-type monta ends",
+        ),
+    ],
+)
+def test_what_megatron_does_with_processes_is_refused_where_ours_needs_them(flag, why):
+    arguments = SimpleNamespace(num_experts=4, expert_model_parallel_size=2, moe_token_dispatcher_type="monta")
+    setattr(arguments, flag[2:].replace("-", "_"), True)
+    for check in (
+        lambda: checks.check_arguments(arguments, Options(), True),
+        lambda: registry.check_named(["--moe-token-dispatcher-type", "monta", flag]),
+    ):
+        with pytest.raises(ConfigurationError, match=f"^{flag} {why}.*: drop it"):
+            check()
+    arguments.moe_token_dispatcher_type = "alltoall"
+    checks.check_arguments(arguments, Options(), True)
+    registry.check_named(["--moe-token-dispatcher-type", "alltoall", flag])
 
 
 def test_a_configuration_whose_checks_come_later_is_held_to_the_same():
