@@ -17,6 +17,7 @@ import torch
 
 from megatron_moe_opt import register, use_host_backend
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError
+from megatron_moe_opt.integration.checks import FAKE_GROUP
 from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.runtime.job.same_start import say_together, start_alike
@@ -46,13 +47,13 @@ def main(arguments: list[str], inside: AbstractContextManager[object] | None = N
     if not arguments or arguments[0].startswith("-"):
         print(options_help())
         sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
-    path = Path(arguments[0])
+    path, is_alone = Path(arguments[0]), FAKE_GROUP in arguments
     try:
-        _, remaining = start_alike(lambda: _start(path, arguments[1:]), lambda started: facts_of(*started))
+        _, remaining = start_alike(lambda: _start(path, arguments[1:]), lambda started: facts_of(*started), is_alone)
         with inside or nullcontext():
             run_script(path, remaining)
     except (ConfigurationError, ExtensionError) as error:
-        say_together(error, "moe-opt")
+        say_together(error, "moe-opt", is_alone)
         sys.exit(2)
 
 

@@ -44,6 +44,8 @@ QUICK = (
     "tests/multirank/test_expert_migration.py::test_layouts_equal_stock",
     "tests/system/test_quickstart.py::test_one_flag_measures_once_and_trains_like_stock",
     "tests/unit/test_registry.py",
+    "tests/unit/test_refusals_netmoe.py",
+    "tests/unit/test_refusals_experts.py",
 )
 """A test of each dispatcher against stock, on four ranks, training under `auto` against stock, and what is refused."""
 FULL = ("tests/multirank", "tests/system")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.costs.gpu_settings import needless_queue, too_few_queues
+from megatron_moe_opt.planning.costs.gpu_settings import blocking_waits, needless_queue, too_few_queues
 from megatron_moe_opt.row_format import SAME
 from megatron_moe_opt.runtime.engine.executor import streams_in_use
 
@@ -51,18 +51,18 @@ def announce(layer: Any, name: str, dispatcher: Any, options: Options) -> None:
 def _print_lines() -> None:
     """Prints a line for each different dispatcher: nearly always one."""
     numbers: dict[tuple[str, str], list[int]] = {}
-    waits: str | None = None
+    waits = {blocking_waits()} if torch.cuda.is_available() else set()
     for reference, name, dispatcher, more in _layers:
         layer, groups = reference(), dispatcher.groups
         what = f"{name} ({dispatcher.describe()}; EP {groups.ep_size}, expert-TP {groups.etp_size}{more})"
         if layer is not None and torch.cuda.is_available():
             sizes = layer.config.tensor_model_parallel_size, layer.config.context_parallel_size
-            waits = needless_queue(*sizes, torch.cuda.get_device_capability()[0])
+            waits.add(needless_queue(*sizes, torch.cuda.get_device_capability()[0]))
         if layer is not None:
             numbers.setdefault((name, what), []).append(layer.layer_number or 0)
     _layers.clear()
-    if waits is not None:
-        print(f"moe-opt: {waits}", flush=True)
+    for line in sorted(waits - {None}):
+        print(f"moe-opt: {line}", flush=True)
     for (name, what), layers in numbers.items():
         listed = ", ".join(map(str, sorted(layers)))
         print(

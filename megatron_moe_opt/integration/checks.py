@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -14,12 +14,24 @@ from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.row_format import SAME, Wire, WireFormat
-from megatron_moe_opt.systems import SYSTEMS, moves_samples, system_of
+from megatron_moe_opt.systems import SYSTEMS, dispatcher_names, moves_samples, system_of
 from megatron_moe_opt.systems.expert_migration import NAME as EXPERT_MIGRATION
-from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, shown
+from megatron_moe_opt.systems.system import (
+    CHOOSES,
+    FLAG,
+    PREFIX,
+    READS,
+    System,
+    flag_of,
+    given_flag,
+    quantization,
+    shown,
+)
 from megatron_moe_opt.topology.layouts import mixes_expert_gradients
 from megatron_moe_opt.versions import megatron_is_before
 
+FAKE_GROUP = "--fake-process-group"
+"""The flag by which Megatron-LM runs one rank of a job without the others."""
 GRAPHED = ("attn", "mlp", "moe_router")
 """The values of --cuda-graph-scope that may be captured: they end before a dispatcher begins.
 (None has run on a GPU.)
@@ -27,6 +39,13 @@ GRAPHED = ("attn", "mlp", "moe_router")
 _NOT_GRAPHED = {
     "moe": "moe captures messages, which {name} sends on streams of its own",
     "moe_preprocess": "moe_preprocess captures the packing of rows, whose result {name} keeps outside of the graph",
+}
+_SAVED_BY_EXPERTS = ("--save-tokens-per-expert-interval", "--save-activations-interval", "--save-dgrads-interval")
+"""The flags that have Megatron-LM save what hooks of experts' linears see."""
+_OF_PROCESSES = {
+    FAKE_GROUP: "has no other ranks, from which {name} takes numbers of rows: drop it, or use alltoall",
+    "--inprocess-restart": "begins a run anew in processes that {name} ends when a rank has failed: drop it, and have "
+    "torchrun start them again (--max-restarts)",
 }
 _NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan", "wire")
 
@@ -38,6 +57,15 @@ def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
         raise ConfigurationError(f"{FLAG} {name} is not a dispatcher: choose one of {known}")
 
 
+def check_processes(name: str, flags: Collection[str]) -> None:
+    """Refuses, under dispatchers of ours, those flags of a command line that are about processes which these need."""
+    if name not in dispatcher_names():
+        return
+    for flag, why in _OF_PROCESSES.items():
+        if flag in flags:
+            raise ConfigurationError(f"{flag} {why.format(name=f'{FLAG} {name}')}")
+
+
 def check_arguments(arguments: Any, options: Options, refuses_unread: bool) -> None:
     """Refuses what Megatron-LM's own checks of its arguments would end with a traceback, and options of ours for a
     model without experts, which nothing would read.
@@ -46,6 +74,8 @@ def check_arguments(arguments: Any, options: Options, refuses_unread: bool) -> N
         arguments: as Megatron-LM has parsed them.
     """
     check_division(arguments.num_experts, arguments.expert_model_parallel_size)
+    if of_processes := [flag for flag in _OF_PROCESSES if given_flag(arguments, flag) is not None]:
+        check_processes(arguments.moe_token_dispatcher_type, of_processes)
     if arguments.num_experts is None and refuses_unread:
         for one in fields(Options):
             if (value := getattr(options, one.name)) != one.default:
@@ -120,7 +150,7 @@ def check_config(config: Any, name: str, options: Options, is_of_run: bool = Tru
     if options.expert_order is not None:
         check_expert_order(config, options.expert_order)
     if name == AUTO:
-        _check_auto(options)
+        _check_auto(config, options)
     system, arguments = system_of(name), training_arguments() if is_of_run else None
     if system is not None:
         _check_system(system, config, options, arguments)
@@ -268,6 +298,16 @@ def _check_system(system: System, config: Any, options: Options, arguments: Any)
             "--expert-tensor-parallel-num-weight-shards cuts experts' weights, whose gradients are summed once a pass, "
             f"and {FLAG} {system.name} calls experts in its own order: drop it, or use monta"
         )
+    if system.calls_experts and given_flag(arguments, "--flextron"):  # from megatron-core 0.18 on
+        raise ConfigurationError(
+            "--flextron multiplies experts' rows by what a router of its own has chosen, whose gradients do not pass "
+            f"through the experts' passes that {FLAG} {system.name} runs by themselves: drop it, or use monta"
+        )
+    if system.calls_experts and (flag := given_flag(arguments, *_SAVED_BY_EXPERTS)) is not None:
+        raise ConfigurationError(
+            f"{flag} saves what experts' last call in a step has, and {FLAG} {system.name} calls experts in its own "
+            "order: drop it, or use monta"
+        )
     system.check(config, options, arguments)
     if options.wire != SAME:
         _check_wire(config, options.wire)
@@ -287,16 +327,20 @@ def _check_wire(config: Any, wire: Wire) -> None:
             f"{flag} sends rows of --fp16 in as many bytes with fewer digits: use --bf16, or give {PREFIX}wire "
             "dispatch=fp8,combine=same"
         )
-    recipe = "--fp8-format" if config.fp8 else "--fp4-format" if getattr(config, "fp4", None) else None
-    if recipe is not None and any(one.block is not None for one in formats):
+    if (recipe := quantization(config)) is not None and any(one.block is not None for one in formats):
         raise ConfigurationError(
             f"{flag} rounds what experts in {recipe} round again, by scales of their own: drop one of the two, or give "
             f"{PREFIX}wire bf16"
         )
 
 
-def _check_auto(options: Options) -> None:
-    """Refuses an `auto` with nothing or too much to plan by, and options that cannot change between steps."""
+def _check_auto(config: Any, options: Options) -> None:
+    """Refuses an `auto` with nothing or too much to plan by, and what cannot change between steps."""
+    if config.deterministic_mode:
+        raise ConfigurationError(
+            f"--deterministic-mode has equal runs end alike, and {FLAG} {AUTO} chooses by measured times: name a "
+            "dispatcher"
+        )
     if options.profile is not None and options.plan is not None:
         raise ConfigurationError(
             f"{FLAG} {AUTO} plans by {PREFIX}profile {options.profile} or runs what {PREFIX}plan {options.plan} says: "

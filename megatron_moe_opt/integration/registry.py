@@ -28,6 +28,7 @@ from megatron_moe_opt.integration.checks import (
     check_name,
     check_never_unread,
     check_options_are_read,
+    check_processes,
     check_telemetry,
     is_upcycled,
 )
@@ -105,10 +106,11 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
 
 
 def check_named(arguments: Sequence[str]) -> None:
-    """Refuses a command line whose dispatcher nobody has, before the script's own parser does it at more length.
+    """Refuses a command line whose dispatcher nobody has, before the script's own parser does it at more length, or
+    cannot run in the processes that Megatron-LM then has.
 
     Raises:
-        ConfigurationError: names those that there are.
+        ConfigurationError: names those that there are, or the flag and the way out.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -117,6 +119,7 @@ def check_named(arguments: Sequence[str]) -> None:
         ours = dispatcher_names()
         stock = [one for one in _stock_names(TransformerConfig) if one not in ours]
         check_name(name, stock, ours)
+        check_processes(name, {argument.partition("=")[0] for argument in arguments})
 
 
 def launcher_options() -> Options | None:

@@ -29,7 +29,9 @@ from megatron_moe_opt.systems.system import (
     SharedOptions,
     System,
     chosen_by_profile,
+    given_flag,
     option,
+    quantization,
     shown,
 )
 from megatron_moe_opt.topology.domains import ExpertDomains
@@ -210,16 +212,11 @@ def check_travelling(config: Any, options: MigrationOptions, sizes: str) -> None
             f"{travels} gradients of travelling experts have no main_grad to be added to: give "
             "--no-gradient-accumulation-fusion, or take domain size 1"
         )
-    for field, flag in (
-        ("fp8", "--fp8-format"),
-        ("fp4", "--fp4-format"),
-        ("delay_wgrad_compute", "--delay-wgrad-compute"),
-        ("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser"),
-    ):
-        if getattr(config, field, None):
-            raise ConfigurationError(
-                f"{travels} {flag} keeps state of weights in the module that they leave: drop it, or take domain size 1"
-            )
+    flag = quantization(config) or given_flag(config, "--delay-wgrad-compute", "--use-transformer-engine-op-fuser")
+    if flag is not None:
+        raise ConfigurationError(
+            f"{travels} {flag} keeps state of weights in the module that they leave: drop it, or take domain size 1"
+        )
 
 
 def named_domains(sizes: tuple[int, ...], workers: tuple[int, ...]) -> ExpertDomains:

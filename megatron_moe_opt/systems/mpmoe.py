@@ -18,7 +18,7 @@ from megatron_moe_opt.planning.predicting.expert_migration import has_curves, me
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS, PartitionedLayer, no_hops, no_joint
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
-from megatron_moe_opt.schedules.mpmoe import NONE, PARTITIONS, STRATEGIES
+from megatron_moe_opt.schedules.mpmoe import NONE, PARTITIONS, STRATEGIES, Restore
 from megatron_moe_opt.systems.expert_migration import (
     EXPERT_MIGRATION,
     MigrationOptions,
@@ -38,7 +38,9 @@ from megatron_moe_opt.systems.system import (
     System,
     chosen_by_profile,
     flag_of,
+    given_flag,
     option,
+    quantization,
     recomputed_modules,
     shown,
 )
@@ -191,10 +193,13 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
             )
         return
     flag = f"{PREFIX}memory-reuse {reuse}"
-    if config.fp8 or config.fp4:
+    if (recipe := quantization(config)) is not None:
+        raise ConfigurationError(f"{flag} does not know what experts in {recipe} save: use {PREFIX}memory-reuse {NONE}")
+    offloads_middle = any(STRATEGIES[one].middle is Restore.OFFLOAD for one in options.memory_strategies)
+    if offloads_middle and (fuser := given_flag(config, "--use-transformer-engine-op-fuser")) is not None:
         raise ConfigurationError(
-            f"{flag} does not know what experts in {'--fp8-format' if config.fp8 else '--fp4-format'} save: use "
-            f"{PREFIX}memory-reuse {NONE}"
+            f"{flag} may offload what an expert's first matrix product makes, which {fuser} fuses with what follows: "
+            f"give {PREFIX}memory-reuse S3 or S4, or drop the latter"
         )
     if offloads:
         raise ConfigurationError(

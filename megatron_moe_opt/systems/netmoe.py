@@ -19,7 +19,17 @@ from megatron_moe_opt.schedules import netmoe as hops
 from megatron_moe_opt.schedules.monta import EP, even_chunks
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 from megatron_moe_opt.systems.monta import DEFAULT_CHUNKS, MontaOptions, parse_pipeline, pipelines, pipelining
-from megatron_moe_opt.systems.system import FLAG, PREFIX, Grammar, Run, System, recomputed_modules, shown
+from megatron_moe_opt.systems.system import (
+    FLAG,
+    PREFIX,
+    Grammar,
+    Run,
+    System,
+    given_flag,
+    quantization,
+    recomputed_modules,
+    shown,
+)
 from megatron_moe_opt.topology.domains import stationary
 
 NAME = "netmoe"
@@ -67,8 +77,8 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
         (config.fp32_residual_connection, "--fp32-residual-connection"),
         (getattr(config, "fused_residual_rmsnorm", False), "--fused-residual-rmsnorm"),
         (
-            (config.recompute_granularity == "full" or "moe" in recompute) and bool(config.fp8 or config.fp4),
-            f"--recompute-granularity {config.recompute_granularity} with --fp{8 if config.fp8 else 4}-format",
+            (config.recompute_granularity == "full" or "moe" in recompute) and quantization(config) is not None,
+            f"--recompute-granularity {config.recompute_granularity} with {quantization(config)}",
         ),
         ("layernorm" in recompute, "--recompute-modules layernorm"),
         (config.fine_grained_activation_offloading, "--fine-grained-activation-offloading"),
@@ -79,17 +89,24 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
         (getattr(config, "mlp_chunks_for_training", 1) > 1, "--mlp-chunks-for-training"),
         *((one in balancing, f"--moe-router-load-balancing-type {one}") for one in ("sinkhorn", "quantile_balancing")),
         ((getattr(config, "dsa_indexer_topk_freq", 1) or 1) > 1, "--dsa-indexer-topk-freq"),
-        (getattr(arguments, "reset_attention_mask", False), "--reset-attention-mask"),
+        *(
+            (given_flag(arguments, flag), flag)
+            for flag in ("--reset-attention-mask", "--export-kd-teacher-load", *_SAVES)
+        ),
     ):
         if wrong:
             why = _WHY.get(flags.partition(" ")[0], "which moves samples between ranks")
             raise ConfigurationError(f"{flags} does not work with {FLAG} netmoe, {why}: change it, or use monta")
 
 
+_SAVES = ("--moe-routing-trace-path", "--save-activations-interval", "--save-dgrads-interval")
+"""The flags that have Megatron-LM save what layers do with samples, those of other ranks among them."""
 _WHY = {
     "--hidden-dropout": "whose sums come back with the residual in them, which must not be dropped",
     "--moe-expert-capacity-factor": "under which other samples share a rank, so that other tokens would be dropped",
     "--recompute-modules": "which takes a layer's norm on the ranks of the experts",
+    "--export-kd-teacher-load": "whose layers have other ranks' samples than the teacher's",
+    **dict.fromkeys(_SAVES, "whose ranks would save what other ranks' samples are"),
 }
 """The reasons, by flag, where it is not plain that what it names would have to move with samples."""
 

@@ -200,6 +200,24 @@ def recomputed_modules(config: Any) -> list[str]:
     return config.recompute_modules or [] if config.recompute_granularity == "selective" else []
 
 
+def quantization(config: Any) -> str | None:
+    """Returns the flag by which a TransformerConfig has experts compute in narrower formats; None: they do not."""
+    if config.fp8:
+        return "--fp8-format"
+    if config.fp4:
+        return "--fp4-format"
+    return None if config.quant_recipe is None else "--te-precision-config-file or --kitchen-config-file"
+
+
+def given_flag(arguments: Any, *flags: str) -> str | None:
+    """Returns the first of these flags that is set; None: none is, or this Megatron has none of them.
+
+    Args:
+        arguments: Megatron-LM's, or a TransformerConfig, for flags that its fields are named after.
+    """
+    return next((flag for flag in flags if getattr(arguments, flag[2:].replace("-", "_"), None)), None)
+
+
 def chosen_by_profile(variant: str, profile: Path | None) -> dict[str, Any]:
     """Returns the options of `NAME:auto`, which chooses by measurements. Raises ConfigurationError without any."""
     if profile is None:

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
+from megatron_moe_opt.integration.host.devices import FACTORIES
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.versions import megatron_version
+from tests.ranks.devices import rank_device, same
 from tests.ranks.layers import BATCH, SEQUENCE, BesideStock, run_layer
 
 
@@ -167,6 +170,59 @@ def state_names(dispatcher: str) -> list[tuple[str, tuple[int, ...]]]:
 
 def test_state_is_stock(ranks):
     assert ranks.run(state_names, dispatcher="monta") == ranks.run(state_names, dispatcher="alltoall")
+
+
+class OnMeta(TorchFunctionMode):
+    """`torch.device("meta")`, which does not know the factories that the host backend has replaced."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
+        if name == "cuda" and args[0].is_meta:
+            return args[0]
+        if name in FACTORIES and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
+def outputs_of_layer_and_of_one_built_on_meta(
+    dispatcher: str, layout: dict[str, int], options: dict[str, Any]
+) -> list[torch.Tensor]:
+    """What a layer makes of tokens, and one that was built without memory, as --init-model-with-meta-device does."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    megatron_moe_opt.register(Options(**options))
+    try:
+        with parallel(**layout):
+            config = moe_config(moe_token_dispatcher_type=dispatcher, **SHARED)
+            built = build_layer(config)
+            with OnMeta():
+                on_meta = build_layer(config)
+            assert on_meta.router.weight.is_meta
+            on_meta = on_meta.to_empty(device=rank_device())
+            on_meta.load_state_dict(built.state_dict())
+            torch.manual_seed(dist.get_rank())
+            hidden = torch.randn(SEQUENCE, BATCH, config.hidden_size)
+            return [layer(hidden)[0].detach() for layer in (built, on_meta)]
+    finally:
+        megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "options"),
+    [
+        ("monta", {"monta_level": "O3", "chunks": 2}),
+        ("netmoe", {"way": "hops", "network_levels": (2, 2)}),
+        ("mpmoe", {"way": "hops", "network_levels": (2, 2)}),
+        ("expert-migration", {"domain_sizes": (2, 1), "network_levels": (2, 2)}),
+    ],
+)
+def test_layers_may_be_built_on_the_meta_device(ranks, dispatcher, options):
+    for built, on_meta in ranks.run(
+        outputs_of_layer_and_of_one_built_on_meta, dispatcher=dispatcher, layout=LAYOUTS["ep4"], options=options
+    ):
+        assert same(built, on_meta)
 
 
 def nan_alarms(cases: list[tuple[str, dict[str, Any]]]) -> list[bool]:

@@ -258,3 +258,33 @@ def odd_length() -> None:
 
 def test_what_cannot_be_split_is_refused(ranks):
     ranks.run(odd_length)
+
+
+def generation() -> None:
+    """What Megatron's engine does: all linears take all tokens from the prompt on, then there is a token at a time."""
+    from megatron.core.transformer.utils import set_model_to_sequence_parallel
+
+    from megatron_moe_opt.errors import ConfigurationError
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    refused = (
+        "--moe-token-dispatcher-type parm without --sequence-parallel splits a sequence over "
+        "--tensor-model-parallel-size 2, which text generation does not go with: generate with "
+        "--moe-token-dispatcher-type alltoall"
+    )
+    with parallel(tp=2, ep=2, etp=2), torch.no_grad():
+        config = moe_config(moe_token_dispatcher_type="parm", sequence_parallel=False, **SHARED)
+        layer = build_layer(config).eval()
+        layer(torch.zeros(8, 1, 64))
+        with pytest.raises(ConfigurationError, match=refused):
+            layer(torch.zeros(1, 1, 64))
+        layer.position_embedding_type = "rope"  # what the function asks a model for
+        set_model_to_sequence_parallel(layer, False)
+        for again in (layer, layer.train()):
+            with pytest.raises(ConfigurationError, match=refused):
+                again(torch.zeros(8, 1, 64))
+
+
+def test_text_generation_is_refused(ranks):
+    ranks.run(generation)

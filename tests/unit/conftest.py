@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import megatron_moe_opt
 from tests.accelerator.executor_library import SoftwareExecutor, build
 from tests.accelerator.makespans import LANES
 
@@ -32,6 +33,13 @@ def command(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
         return end.value.code or 0, printed.out, printed.err
 
     return run
+
+
+@pytest.fixture(scope="module")
+def registered() -> None:
+    """Makes our dispatchers valid in Megatron, without options."""
+    megatron_moe_opt.use_host_backend()
+    megatron_moe_opt.register()
 
 
 @pytest.fixture(scope="session")

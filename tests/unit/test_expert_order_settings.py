@@ -13,7 +13,7 @@ from megatron_moe_opt.integration.layer.ordered_experts import check_expert_orde
 from megatron_moe_opt.options import split_options
 
 CONFIG = {"num_moe_experts": 4, "expert_model_parallel_size": 2, "moe_grouped_gemm": False, "mtp_num_layers": None}
-CONFIG |= {"fp8": None, "fp4": None, "use_cpu_initialization": False}
+CONFIG |= {"fp8": None, "fp4": None, "quant_recipe": None, "use_cpu_initialization": False}
 ARGUMENTS = {"save": "checkpoints", "ckpt_format": "torch_dist", "non_persistent_ckpt_type": None}
 ARGUMENTS |= {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
 
@@ -54,8 +54,14 @@ def test_good_settings_pass(check):
             "add --dist-ckpt-optim-fully-reshardable",
         ),
         ({"save": None, "save_wgrads_interval": 100}, "by which --save-wgrads-interval names what it saves"),
+        ({"save_activations_interval": 100}, "by which --save-activations-interval names what it saves"),
+        ({"moe_routing_trace_path": "folder"}, "by which --moe-routing-trace-path names what it saves"),
         ({"config": {"mtp_num_layers": 1}}, "does not work with --mtp-num-layers"),
         ({"config": {"fp8": "hybrid"}}, "does not work with --fp8-format"),
+        (
+            {"config": {"quant_recipe": object()}},
+            "not work with --te-precision-config-file or --kitchen-config-file",
+        ),
         ({"config": {"use_cpu_initialization": True}}, "does not work with --use-cpu-initialization"),
     ],
 )

@@ -128,6 +128,22 @@ def test_the_first_pass_says_what_one_queue_costs(monkeypatch, capsys):
         assert said.count("dispatcher monta") == 1 and said.count("CUDA_DEVICE_MAX_CONNECTIONS is 1") == number
 
 
+def test_the_first_pass_says_what_blocking_waits_cost(monkeypatch, capsys):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for available, value, number in ((True, "True", 1), (True, "0", 0), (False, "1", 0)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", value)
+        assert gpu_settings()["TORCH_NCCL_BLOCKING_WAIT"] == value
+        layers = [torch.nn.Identity() for _ in range(2)]
+        for layer in layers:
+            announced(layer, 1)
+        for layer in layers:
+            layer(torch.zeros(1))
+        said = capsys.readouterr().out
+        assert said.count(f"moe-opt: TORCH_NCCL_BLOCKING_WAIT is {value}: the host waits") == number
+
+
 def test_a_profile_of_another_layer_is_named(monkeypatch, capsys):
     """Its times are those of other rows and experts, ranks or versions; what it does not say is not compared."""
     from dataclasses import replace

@@ -114,6 +114,23 @@ def test_a_missing_script_and_no_script(capsys, arguments, status, said):
     assert caught.value.code == status and said in "".join(capsys.readouterr())
 
 
+def test_nobody_waits_for_ranks_that_do_not_exist(script, monkeypatch, capsys):
+    """Megatron's fake process group has one rank of as many as the environment names."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    ran = []
+    monkeypatch.setattr("megatron_moe_opt.launch.run_script", lambda path, arguments: ran.append(arguments))
+    monkeypatch.setattr("megatron_moe_opt.runtime.job.same_start.job_store", lambda: pytest.fail("waits for a store"))
+    stock = ["--fake-process-group", "--moe-token-dispatcher-type", "alltoall"]
+    launch_main([str(script), *stock])
+    assert ran == [stock]
+    with pytest.raises(SystemExit):
+        launch_main([str(script), *stock[:2], "monta"])
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("moe-opt: error:"))
+    assert line.startswith("moe-opt: error: --fake-process-group has no other ranks, from which --moe-token-disp")
+    assert ran == [stock]
+
+
 def test_options_are_taken_out_of_the_command_line():
     options, remaining = split_options(["--lr", "1", "--moe-opt-monta-level", "O1", "--moe-router-topk=2"])
     assert options == Options(monta_level="O1") and remaining == ["--lr", "1", "--moe-router-topk=2"]

@@ -15,42 +15,16 @@ import pytest
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError, sentence
 from megatron_moe_opt.integration import checks, registry
-from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.layer.replicated_tokens import keeps_from_splitting_rows
-from megatron_moe_opt.options import Options, options_help, split_options
-from megatron_moe_opt.systems import system_of
-from megatron_moe_opt.variants import whole_variant
+from megatron_moe_opt.options import Options, options_help
 from megatron_moe_opt.versions import megatron_is_before
+from tests.unit.config_cases import MOVES, config, refusal
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _registered():
-    megatron_moe_opt.use_host_backend()
-    megatron_moe_opt.register()
-
-
-def config(name: str = "monta", config_class: type = TransformerConfig, **overrides):
-    settings = {
-        "num_layers": 1,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "add_bias_linear": False,
-        "moe_token_dispatcher_type": name,
-    }
-    return config_class(**settings | overrides)
-
-
-def refusal(match: str, **overrides):
-    with pytest.raises(ConfigurationError, match=re.escape(match)) as caught:
-        config(**overrides)
-    assert "\n" not in str(caught.value)
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 def test_argparse_choices_follow_from_the_annotation():
@@ -148,7 +122,6 @@ def test_bad_settings_are_refused_in_one_sentence():
     )
 
 
-MOVES = {"expert_model_parallel_size": 2, "hidden_dropout": 0.0}
 OVERLAP = MOVES | {"overlap_moe_expert_parallel_comm": True, "bf16": True}
 
 
@@ -231,43 +204,6 @@ def test_no_expert_is_padded_to_more_rows_than_there_are_tokens():
     refusal("set it to at most 2, or drop the padding", moe_expert_capacity_factor=2.1, **padded)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "overrides"),
-    [
-        ("--hidden-dropout 0.1", {"hidden_dropout": 0.1}),
-        ("--fp32-residual-connection", {"fp32_residual_connection": True}),
-        ("--recompute-modules layernorm", {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}),
-        ("--moe-expert-capacity-factor", {"moe_expert_capacity_factor": 1.0}),
-        (
-            "--moe-shared-expert-overlap",
-            {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True},
-        ),
-        ("--moe-latent-size", {"moe_latent_size": 8}),
-        (
-            "--moe-router-load-balancing-type sinkhorn",
-            {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
-        ),
-    ],
-)
-def test_netmoe_refuses_what_cannot_move_with_samples(wrong, overrides):
-    refusal(f"{wrong} does not work with --moe-token-dispatcher-type netmoe", name="netmoe", **MOVES | overrides)
-
-
-@pytest.mark.parametrize(
-    ("flag", "field", "value"),
-    [
-        ("--moe-router-load-balancing-type quantile_balancing", "moe_router_load_balancing_type", "quantile_balancing"),
-        ("--moe-router-load-balancing-type sinkhorn", "moe_router_load_balancing_type", ["aux_loss", "sinkhorn"]),
-        ("--dsa-indexer-topk-freq", "dsa_indexer_topk_freq", 2),
-    ],
-)
-def test_netmoe_refuses_what_later_versions_of_megatron_balance_and_share_by_sample(flag, field, value):
-    ours = config("netmoe", **MOVES)
-    setattr(ours, field, value)
-    with pytest.raises(ConfigurationError, match=f"{flag} does not work with --moe-token-dispatcher-type netmoe"):
-        check_config(ours, "netmoe", Options())
-
-
 @pytest.mark.parametrize("settings", [{"moe_z_loss_coeff": 0.1}, {"moe_aux_loss_coeff": [0.0, 0.1]}])
 def test_rows_are_not_split_after_the_gate_where_its_losses_count_tokens(settings):
     """Megatron-Core 0.16 multiplies them by the router's tokens, which are those of all TP ranks then."""
@@ -286,6 +222,15 @@ def test_rows_are_not_split_after_the_gate_where_its_losses_count_tokens(setting
     config("parm", **per_token)  # S1
 
 
+def test_auto_is_refused_where_equal_runs_must_end_alike():
+    refusal(
+        "--deterministic-mode has equal runs end alike, and --moe-token-dispatcher-type auto chooses by measured times",
+        name="auto",
+        deterministic_mode=True,
+    )
+    config("monta", deterministic_mode=True)
+
+
 @pytest.mark.parametrize("name", ["monta", "parm", "auto"])
 def test_projections_of_latent_experts_need_sequence_parallelism_under_tp(name):
     latent = {"moe_latent_size": 8, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
@@ -293,29 +238,6 @@ def test_projections_of_latent_experts_need_sequence_parallelism_under_tp(name):
         "--moe-latent-size 8 has projections on all TP ranks, whose gradients nobody completes", name=name, **latent
     )
     config(name, **latent, sequence_parallel=True)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "flag", "names"),
-    [
-        (
-            "expert_gtp_weight_remat_size",
-            2,
-            "--expert-tensor-parallel-num-weight-shards",
-            ("mpmoe", "expert-migration"),
-        ),
-        ("moe_paged_stash", True, "--moe-paged-stash", ("mpmoe",)),
-    ],
-)
-def test_what_megatron_019_does_with_experts_that_are_called_once_is_refused(field, value, flag, names):
-    for name in ("monta", *names):
-        ours = config(name)
-        setattr(ours, field, value)
-        if name == "monta":
-            check_config(ours, name, Options())
-            continue
-        with pytest.raises(ConfigurationError, match=f"{flag} .* --moe-token-dispatcher-type {name} .* or use monta"):
-            check_config(ours, name, Options())
 
 
 def test_steps_of_the_optimizer_in_a_graph_are_refused_where_they_are_counted(monkeypatch):
@@ -331,32 +253,6 @@ def test_steps_of_the_optimizer_in_a_graph_are_refused_where_they_are_counted(mo
         megatron_moe_opt.register()
 
 
-def test_rows_that_are_filled_up_and_count_do_not_hop():
-    """A row of probability 0 gives the second bias, where the probability is on the input: stock adds it."""
-    counting = {
-        "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True, "moe_router_topk": 1,
-        "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True, "add_bias_linear": True,
-        "expert_model_parallel_size": 2,
-    }  # fmt: skip
-    sentence = "--moe-pad-expert-input-to-capacity with --moe-apply-probs-on-input has biases of experts count in rows"
-    refusal(sentence, name="expert-migration", **counting)
-    config("expert-migration", **counting | {"add_bias_linear": False})
-    config("mpmoe", **counting)
-    megatron_moe_opt.register(Options(way="hops"))
-    try:
-        refusal(f"{sentence} that are filled up, which --moe-opt-way hops does not send", name="mpmoe", **counting)
-    finally:
-        megatron_moe_opt.register()
-
-
-def test_netmoe_refuses_masks_of_documents_at_launch(monkeypatch):
-    loop = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(reset_attention_mask=True))
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", loop)
-    refusal("--reset-attention-mask does not work with --moe-token-dispatcher-type netmoe", name="netmoe", **MOVES)
-    loop._GLOBAL_ARGS.reset_attention_mask = False
-    config("netmoe", **MOVES)
-
-
 @pytest.mark.parametrize(("name", "what"), [("expert-migration", "experts"), ("mpmoe", "experts"), ("netmoe", "norms")])
 def test_fully_sharded_weights_are_refused_where_modules_are_called_in_our_order(monkeypatch, name, what):
     loop = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(use_megatron_fsdp=True))
@@ -366,220 +262,6 @@ def test_fully_sharded_weights_are_refused_where_modules_are_called_in_our_order
         config(name, **MOVES)
     for name in ("monta", "parm"):
         config(name)
-
-
-def test_netmoe_refuses_groups_without_another_place_for_samples():
-    assert config("netmoe", **MOVES).moe_token_dispatcher_type == "netmoe"
-    refusal("= 1 is no multiple, from 2 on, of --tensor-model-parallel-size 1", name="netmoe")
-    layout = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}
-    refusal("= 2 is no multiple, from 2 on, of --tensor-model-parallel-size 2", name="netmoe", **MOVES | layout)
-
-
-def test_netmoe_refuses_a_megatron_without_its_seams(monkeypatch):
-    monkeypatch.delattr(TransformerLayer, "_forward_mlp")
-    with pytest.raises(ConfigurationError, match="cannot plug into this megatron-core: TransformerLayer._forward_mlp"):
-        system_of("netmoe").attach(None, Options())
-
-
-@pytest.mark.parametrize(
-    ("options", "settings", "sentence"),
-    [
-        (
-            {"way": "hops"},
-            {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 1},
-            "--expert-model-parallel-size 1 has all experts on every rank, and --moe-opt-way hops",
-        ),
-        (
-            {"way": "hops", "monta_level": "O3"},
-            {},
-            "--moe-opt-monta-level is about the lanes of rows, and --moe-opt-way",
-        ),
-        (
-            {"network_levels": (2, 1)},
-            {},
-            "--moe-opt-levels 2,1 says over which links tokens hop, and rows do not: give",
-        ),
-        (
-            {"way": "hops"},
-            {"moe_router_padding_for_quantization": True},
-            "--moe-router-padding-for-quantization gives tokens more experts than top-k, and --moe-opt-way hops",
-        ),
-        (
-            {"way": "joint"},
-            {},
-            "--moe-opt-way joint is for partitions, and samples of --moe-token-dispatcher-type netmoe",
-        ),
-    ],
-    ids=str,
-)
-def test_what_samples_whose_tokens_hop_do_not_go_with_is_refused(options, settings, sentence):
-    check_config(config("netmoe", **MOVES), "netmoe", Options(way="hops", chunks=4, network_levels=(2, 1)))
-    ours = config("netmoe", **MOVES)
-    for name, value in settings.items():  # stock takes some with fp8 only
-        setattr(ours, name, value)
-    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
-        check_config(ours, "netmoe", Options(**options))
-
-
-@pytest.mark.parametrize("variant", ["netmoe", "netmoe:O2x3", "netmoe:hops", "netmoe:hopsx4"])
-def test_variants_of_netmoe_say_what_they_are(variant):
-    assert whole_variant(variant, 1) == variant
-
-
-@pytest.mark.parametrize(
-    ("reuse", "settings", "sentence"),
-    [
-        ("S3", {"fp8": "hybrid"}, "--moe-opt-memory-reuse S3 does not know what experts in --fp8-format save: use"),
-        (
-            None,
-            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
-            "--recompute-modules moe_act is recomputed by backward passes of the whole graph only",
-        ),
-        ("S4", {"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading offloads what"),
-        (
-            None,
-            {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "moe_act"]},
-            "--offload-modules moe_act brings back what experts saved in their last call first, and --moe-token-di",
-        ),
-        (None, {"moe_router_padding_for_quantization": True}, "--moe-router-padding-for-quantization pads an expert's"),
-    ],
-    ids=str,
-)
-def test_what_partitions_do_not_go_with_is_refused(reuse, settings, sentence):
-    ours = config("mpmoe")
-    for name, value in settings.items():
-        setattr(ours, name, value)
-    check_config(config("mpmoe"), "mpmoe", Options(memory_reuse=reuse))
-    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
-        check_config(ours, "mpmoe", Options(memory_reuse=reuse))
-    if reuse is not None:
-        check_config(ours, "mpmoe", Options())
-
-
-def test_rows_to_all_shards_at_once_need_experts_that_are_cut():
-    joint, cut = Options(way="joint"), {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2}
-    check_config(config("mpmoe", **cut), "mpmoe", joint)
-    with pytest.raises(
-        ConfigurationError, match="--expert-tensor-parallel-size 1 experts are whole: give --moe-opt-way"
-    ):
-        check_config(config("mpmoe"), "mpmoe", joint)
-
-
-@pytest.mark.parametrize(
-    ("options", "settings", "sentence"),
-    [
-        ({"domain_sizes": (2,), "way": "hops"}, {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2},
-         "--expert-tensor-parallel-size 2 cuts experts, which do not travel in parts: set it to 1, or drop "
-         "--moe-opt-domain-sizes 2"),
-        ({"domain_sizes": (2,), "way": "hops"}, {"gradient_accumulation_fusion": True}, "--moe-opt-domain-sizes 2 has "
-         "experts travel, and gradients of travelling experts have no main_grad to be added to"),
-        ({"domain_sizes": (2, 1)}, {}, "--moe-opt-domain-sizes 2,1 has experts travel between ranks to which tokens "
-         "then do not hop, and rows do not hop at all: give --moe-opt-way hops, or drop it"),
-        ({"domain_sizes": "auto", "profile": "p"}, {}, "--moe-opt-domain-sizes auto is not for "
-         "--moe-token-dispatcher-type mpmoe to choose: name the sizes"),
-        ({"prefetch_layers": 0}, {}, "--moe-opt-prefetch-layers 0 is about experts that travel, and under"),
-        ({"profile": "p", "compression_ratio": 4.0}, {}, "--moe-opt-compression-ratio 4 is about experts that "
-         "travel, and under --moe-token-dispatcher-type mpmoe none does"),
-    ],
-)  # fmt: skip
-def test_what_experts_cannot_travel_through_partitions_with_is_refused(options, settings, sentence):
-    megatron_moe_opt.register(Options(**options))
-    try:
-        refusal(sentence, name="mpmoe", **settings)
-    finally:
-        megatron_moe_opt.register()
-
-
-def test_a_layer_without_the_experts_seam_is_refused():
-    layer = SimpleNamespace(routed_experts_compute=lambda tokens: tokens)
-    with pytest.raises(
-        ConfigurationError, match="cannot plug into this megatron-core: MoELayer.routed_experts_compute"
-    ):
-        system_of("mpmoe").attach(layer, Options())
-
-
-@pytest.mark.parametrize(
-    ("sizes", "settings", "sentence"),
-    [
-        ((2, 1), {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2}, "--expert-tensor-parallel-size 2 "
-         "cuts experts, which do not travel in parts under --moe-token-dispatcher-type expert-migration: set it to 1"),
-        ((2, 1), {"gradient_accumulation_fusion": True}, "--moe-opt-domain-sizes 2,1 has experts travel, and gradients "
-         "of travelling experts have no main_grad to be added to: give --no-gradient-accumulation-fusion"),
-    ],
-)  # fmt: skip
-def test_what_experts_cannot_travel_with_is_refused(sizes, settings, sentence):
-    megatron_moe_opt.register(Options(domain_sizes=sizes))
-    try:
-        refusal(sentence, name="expert-migration", **settings)
-        megatron_moe_opt.register(Options(domain_sizes=(1, 1)))
-        if sizes is not None:  # where no expert travels, nothing is in the way
-            config("expert-migration", **settings)
-    finally:
-        megatron_moe_opt.register()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ("--moe-opt-domain-sizes 2,0", "'2,0' is not a list of numbers from 1 on, separated by commas"),
-        ("--moe-opt-prefetch-layers -1", "is not a number from 0 on"),
-        ("--moe-opt-domain-sizes 2 --moe-opt-compression-ratio 1", "'1' is not a ratio above 1"),
-        ("--moe-opt-domain-sizes 2 --moe-opt-resident-layers 1", "no room for --moe-opt-prefetch-layers 1 and the"),
-        ("--moe-opt-domain-sizes 2 --moe-opt-gradient-compression-ratio inf", "'inf' is not a ratio above 1"),
-    ],
-)  # fmt: skip
-def test_bad_options_of_migration_are_refused(arguments, sentence):
-    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
-        split_options(arguments.split())
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"compression_ratio": 25.0}, "--moe-opt-compression-ratio 25 has nothing to compress where no expert"),
-        ({"gradient_compression_ratio": 9.0}, "gradient-compression-ratio 9 has nothing to compress where no expert"),
-        ({"resident_layers": 2}, "--moe-opt-resident-layers 2 bounds what is held of experts that travel, and none"),
-    ],
-)
-def test_what_is_about_experts_that_travel_is_refused_where_none_does(options, sentence):
-    try:
-        for name, more in (
-            ("expert-migration", {}), ("mpmoe", {"way": "hops", "domain_sizes": (1, 1)}),
-        ):  # fmt: skip
-            megatron_moe_opt.register(Options(**options, **more))
-            refusal(sentence, name=name)
-        if "resident_layers" in options:
-            megatron_moe_opt.register(Options(**options))
-            config("auto")  # which may have them travel
-    finally:
-        megatron_moe_opt.register()
-
-
-def test_options_of_migration():
-    line = "--moe-opt-domain-sizes 2,4 --moe-opt-levels 2,8 --moe-opt-compression-ratio 25 --lr 1"
-    options, rest = split_options([*line.split(), "--moe-opt-gradient-compression-ratio", "9.5"])
-    domains = {"domain_sizes": (2, 4), "network_levels": (2, 8)}
-    assert options == Options(**domains, compression_ratio=25.0, gradient_compression_ratio=9.5)
-    assert rest == ["--lr", "1"]
-
-
-def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
-    options = Options(domain_sizes=(2,), gradient_compression_ratio=9.0)
-    megatron_moe_opt.register(options)
-    try:
-        assert config("expert-migration", bf16=True).bf16
-        refusal("--moe-opt-gradient-compression-ratio 9 keeps parts of gradients from step to step, and --fp16 changes "
-                "the loss scale between them: use --bf16", name="expert-migration", fp16=True)  # fmt: skip
-        refusal("--moe-opt-gradient-compression-ratio 9 keeps parts of gradients from step to step, and "
-                "--calculate-per-token-loss divides each step's by its own", name="expert-migration",
-                calculate_per_token_loss=True)  # fmt: skip
-        for name in ("monta", "alltoall"):
-            refusal("--moe-opt-gradient-compression-ratio 9 is for --moe-token-dispatcher-type mpmoe, expert-"
-                    f"migration, not {name}", name=name)  # fmt: skip
-        megatron_moe_opt.register(dataclasses.replace(options, profile=Path("c.json")))
-        refusal("--moe-opt-gradient-compression-ratio 9 is lossy, which", name="auto")
-    finally:
-        megatron_moe_opt.register()
 
 
 @pytest.mark.parametrize(
@@ -711,16 +393,6 @@ def test_auto_plans_by_one_thing_and_is_never_lossy(options, name, sentence):
         megatron_moe_opt.register()
 
 
-def test_gathered_experts_stay_in_as_many_layers_as_are_needed_ahead():
-    limits = [
-        Options(domain_sizes=(2,), **settings).resident_limit
-        for settings in (
-            {}, {"prefetch_layers": 3}, {"resident_layers": 5}, {"resident_layers": "all"}, {"compression_ratio": 9},
-        )
-    ]  # fmt: skip
-    assert limits == [2, 4, 5, None, 2]
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "sentence"),
     [
@@ -747,6 +419,33 @@ def test_arguments_are_refused_before_megatron_looks_at_them(monkeypatch, argume
     loop.validate_args(divisible, {})
     assert validated == [divisible]
     checks.check_arguments(SimpleNamespace(num_experts=None, expert_model_parallel_size=1), Options(), True)
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        (
+            "--fake-process-group",
+            "has no other ranks, from which --moe-token-dispatcher-type monta takes",
+        ),
+        (
+            "--inprocess-restart",
+            "begins a run anew in processes that --moe-token-dispatcher-type monta ends",
+        ),
+    ],
+)
+def test_what_megatron_does_with_processes_is_refused_where_ours_needs_them(flag, why):
+    arguments = SimpleNamespace(num_experts=4, expert_model_parallel_size=2, moe_token_dispatcher_type="monta")
+    setattr(arguments, flag[2:].replace("-", "_"), True)
+    for check in (
+        lambda: checks.check_arguments(arguments, Options(), True),
+        lambda: registry.check_named(["--moe-token-dispatcher-type", "monta", flag]),
+    ):
+        with pytest.raises(ConfigurationError, match=f"^{flag} {why}.*: drop it"):
+            check()
+    arguments.moe_token_dispatcher_type = "alltoall"
+    checks.check_arguments(arguments, Options(), True)
+    registry.check_named(["--moe-token-dispatcher-type", "alltoall", flag])
 
 
 def test_a_configuration_whose_checks_come_later_is_held_to_the_same():

@@ -98,12 +98,18 @@ def test_a_format_alone_is_a_variant():
         ("monta", {"allow_lossy": True}, {}, "--moe-opt-allow-lossy True is for .* auto, not monta"),
         ("monta", {"wire": "fp8"}, {"fp16": True, "params_dtype": torch.float16}, "as many bytes with fewer digits"),
         ("monta", {"wire": "fp8"}, {"fp8": "e4m3"}, "what experts in --fp8-format round again"),
+        (
+            "monta",
+            {"wire": "fp8"},
+            {"quant_recipe": object()},
+            "experts in --te-precision-config-file or --kitchen-con",
+        ),
     ],
 )
 def test_what_a_format_does_not_go_with(dispatcher, given, fields, sentence, monkeypatch):
     import megatron_moe_opt
     from megatron_moe_opt.integration import checks
-    from tests.unit.test_registry import config
+    from tests.unit.config_cases import config
 
     megatron_moe_opt.use_host_backend()
     megatron_moe_opt.register(Options(**given), refuse_unread=True)

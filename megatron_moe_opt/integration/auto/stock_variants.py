@@ -13,6 +13,7 @@ from megatron_moe_opt.integration.layer.overlapped_batches import overlaps_batch
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Refusal
+from megatron_moe_opt.systems.system import quantization
 from megatron_moe_opt.variants import FLEX
 
 ALLGATHER = "allgather"
@@ -127,7 +128,7 @@ def _refusal(config: Any, variant: str) -> str | None:
         (config.moe_pad_expert_input_to_capacity, "--moe-pad-expert-input-to-capacity"),
         (overlaps_batches(config), "--overlap-moe-expert-parallel-comm"),
         (config.cuda_graph_impl != "none", f"--cuda-graph-impl {config.cuda_graph_impl}"),
-        (config.fp8 or config.fp4, "--fp8-format" if config.fp8 else "--fp4-format"),
+        (quantization(config) is not None, quantization(config)),
         # Of flex alone, which drops tokens by it, and Megatron looks in its first step for who has to be watched.
         (getattr(config, "moe_expert_rank_capacity_factor", None) is not None, "--moe-expert-rank-capacity-factor"),
     ):

@@ -27,9 +27,16 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.planning.offline.expert_order import order_of_layer, read_expert_order
 from megatron_moe_opt.runtime.engine.collectives import all_to_all_rows
-from megatron_moe_opt.systems.system import PREFIX
+from megatron_moe_opt.systems.system import PREFIX, given_flag, quantization
 
 FLAG = f"{PREFIX}expert-order"
+_SAVED_BY_PLACE = (
+    "--save-params-interval",
+    "--save-wgrads-interval",
+    "--save-dgrads-interval",
+    "--save-activations-interval",  # from megatron-core 0.18 on
+    "--moe-routing-trace-path",  # from 0.19 on
+)
 # Optimizer states by parameter: their experts have numbers. All others are of buckets, whose experts have places.
 _FORMATS_BY_PARAMETER = (None, "fully_reshardable", "fully_sharded_model_space")
 
@@ -54,8 +61,7 @@ def check_expert_order(config: Any, path: Path) -> None:
     for flag, given in (
         ("--moe-grouped-gemm", config.moe_grouped_gemm),
         ("--mtp-num-layers", config.mtp_num_layers),
-        ("--fp8-format", config.fp8),
-        ("--fp4-format", config.fp4),
+        (quantization(config), quantization(config) is not None),
         ("--use-cpu-initialization", config.use_cpu_initialization),
         ("--init-model-with-meta-device", getattr(config, "init_model_with_meta_device", False)),
     ):
@@ -70,12 +76,11 @@ def _check_checkpoints(arguments: Any, path: Path) -> None:
     """Refuses, with ConfigurationError, ways to save and load in which Megatron-LM's own scripts would lose the order.
     Their command line is known before anything is built.
     """
-    for flag in ("--save-params-interval", "--save-wgrads-interval", "--save-dgrads-interval"):
-        if getattr(arguments, flag[2:].replace("-", "_"), None) is not None:
-            raise ConfigurationError(
-                f"{FLAG} {path} has experts in other places than their numbers, by which {flag} names what it saves: "
-                "drop one of the two"
-            )
+    if (flag := given_flag(arguments, *_SAVED_BY_PLACE)) is not None:
+        raise ConfigurationError(
+            f"{FLAG} {path} has experts in other places than their numbers, by which {flag} names what it saves: drop "
+            "one of the two"
+        )
     if not arguments.save:
         return  # what is loaded is looked at then
     if arguments.ckpt_format != "torch_dist" or arguments.non_persistent_ckpt_type == "local":

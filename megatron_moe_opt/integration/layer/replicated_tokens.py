@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
+from megatron_moe_opt.systems.system import FLAG
 
 
 def holds_replicated_tokens(config: Any) -> bool:
@@ -86,13 +87,13 @@ def take_replicated_tokens(layer: Any) -> None:
     Its dispatcher says at its first forward pass, when the number of tokens is known, on which of the two ways. Another
     one may take its place between optimizer steps, and go the other way.
     """
-    seam, group = LayerSeam(layer), layer.tp_group
+    seam, group, of_parts = LayerSeam(layer), layer.tp_group, _linears_of_parts(layer)
     stock_forward = functools.partial(seam.stock(LayerSlot.FORWARD), layer)
     edge: _Edge | None = None
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal edge
-        _check(hidden_states, group, args, kwargs)
+        _check(hidden_states, layer, of_parts, args, kwargs)
         edge = edge or _Edge(layer)
         edge.complete_gradients()
         edge.splits_rows = layer.token_dispatcher.take_copies(hidden_states, group)
@@ -201,10 +202,28 @@ def _check_length(hidden_states: torch.Tensor, group: ProcessGroup) -> None:
         )
 
 
-def _check(hidden_states: torch.Tensor, group: ProcessGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _check_length(hidden_states, group)
+def _linears_of_parts(layer: Any) -> list[Any]:
+    """Returns the linears of shared experts that were built for a part of the tokens."""
+    shared = layer.shared_experts
+    return [] if shared is None else [one for one in shared.modules() if getattr(one, "sequence_parallel", False)]
+
+
+def _check(
+    hidden_states: torch.Tensor, layer: Any, of_parts: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuses a pass without equal parts, or with more than tokens. Megatron's text generation has one token at a time,
+    and before that has all linears, those `of_parts` too, take all tokens.
+    """
+    tp, name = layer.tp_group, layer.config.moe_token_dispatcher_type
+    is_cut = layer.training or hidden_states.size(0) % tp.size() == 0
+    if not is_cut or not all(linear.sequence_parallel for linear in of_parts):
+        raise ConfigurationError(
+            f"{FLAG} {name} without --sequence-parallel splits a sequence over --tensor-model-parallel-size "
+            f"{tp.size()}, which text generation does not go with: generate with {FLAG} alltoall"
+        )
+    _check_length(hidden_states, tp)
     if any(argument is not None for argument in (*args, *kwargs.values())):
         raise ConfigurationError(
             "a MoE layer without --sequence-parallel takes neither padding masks nor intermediate tensors: add "
-            "--sequence-parallel, or use --moe-token-dispatcher-type alltoall"
+            f"--sequence-parallel, or use {FLAG} alltoall"
         )

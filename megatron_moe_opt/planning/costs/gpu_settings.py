@@ -2,6 +2,7 @@
 
 CUDA_DEVICE_MAX_CONNECTIONS is the number of hardware queues through which streams reach a GPU, 8 where it is not set.
 With 1, what waits on one stream holds up all that is launched after it on others (docs/streams.md).
+TORCH_NCCL_BLOCKING_WAIT has the host wait where a stream would.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Mapping
 from megatron_moe_opt.planning.costs.differences import differences
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+_YES = ("1", "t", "true", "y", "yes")
+"""What PyTorch reads as on, in any case."""
 _BY_DEFAULT = 8
 _OF_NO_EFFECT = ("NCCL_DEBUG",)
 """The beginnings of names that say what NCCL writes, not what it does."""
@@ -20,11 +24,11 @@ _FIRST_THAT_NEEDS_NO_ORDER = 10
 
 
 def gpu_settings() -> dict[str, str]:
-    """Returns CUDA_DEVICE_MAX_CONNECTIONS and NCCL's variables, as far as they are set."""
+    """Returns CUDA_DEVICE_MAX_CONNECTIONS, TORCH_NCCL_BLOCKING_WAIT and NCCL's variables, as far as they are set."""
     return {
         name: os.environ[name]
         for name in sorted(os.environ)
-        if name == CONNECTIONS or (name.startswith("NCCL_") and not name.startswith(_OF_NO_EFFECT))
+        if name in (CONNECTIONS, BLOCKING) or (name.startswith("NCCL_") and not name.startswith(_OF_NO_EFFECT))
     }
 
 
@@ -67,6 +71,17 @@ def needless_queue(tp: int, cp: int, capability: int) -> str | None:
     return (
         f"{CONNECTIONS} is 1, which Megatron does not need with {why}: work of one stream then waits for others', and "
         "less overlaps; set it to 32"
+    )
+
+
+def blocking_waits() -> str | None:
+    """Returns one sentence where the host waits for messages that streams could wait for, else None."""
+    value = os.environ.get(BLOCKING)
+    if value is None or value.lower() not in _YES:
+        return None
+    return (
+        f"{BLOCKING} is {value}: the host waits for each message, in the place of a stream, and launches nothing "
+        "meanwhile, so that less overlaps; unset it"
     )
 
 

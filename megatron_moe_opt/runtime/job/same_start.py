@@ -36,15 +36,18 @@ TOGETHER_S = 2.0
 _turns: Counter[tuple[int, ...]] = Counter()
 
 
-def start_alike(start: Callable[[], T], facts: Callable[[T], Facts]) -> T:
+def start_alike(start: Callable[[], T], facts: Callable[[T], Facts], is_alone: bool = False) -> T:
     """Returns what `start` returns, once it has on all ranks of the job, and they have the same facts. Called by all of
     them.
+
+    Args:
+        is_alone: the job's other ranks do not exist, and nobody waits for them.
 
     Raises:
         DisagreementError: on all ranks: what they differ in, or what only some of them are refused.
         ConfigurationError: what all are refused, as `start` raised it.
     """
-    ranks = range(_world())
+    ranks = range(1 if is_alone else _world())
     try:
         started = start()
     except ConfigurationError as error:
@@ -104,15 +107,18 @@ def difference(told: Mapping[int, Mapping[str, object]]) -> str | None:
     return f"the ranks are not started alike: {'; '.join(found)}: give all ranks the same" if found else None
 
 
-def say_together(error: Exception, program: str) -> None:
+def say_together(error: Exception, program: str, is_alone: bool = False) -> None:
     """Says why this rank ends: once, on rank 0, where all ranks end for the same reason, else on every rank.
 
     A rank that ends alone tells the others, if there are process groups, and they end too. What a rank is refused in
     the middle of a pass, every rank has said already.
+
+    Args:
+        is_alone: the job's other ranks do not exist.
     """
     if failure_board.first_failure() is not None:
         return
-    text, world = sentence(error), _world()
+    text, world = sentence(error), 1 if is_alone else _world()
     store = None if world == 1 else job_store()
     line = f"{program}: error: {text}"
     everywhere = isinstance(error, DisagreementError)

@@ -64,8 +64,8 @@ class DomainTables:
         self.domains, self.rank, self.num_experts = domains, rank, num_experts
         self.num_local = num_experts // domains.world
         self.levels = domains.hops
-        places = torch.tensor([domains.location(one) for one in range(domains.world)])  # [G, levels]
-        sizes = torch.tensor(domains.sizes)
+        places = torch.tensor([domains.location(one) for one in range(domains.world)], device="cpu")  # [G, levels]
+        sizes = torch.tensor(domains.sizes, device="cpu")
         self._domain, self._offset = places // sizes, places % sizes
         self._place = places
 
@@ -81,7 +81,7 @@ class DomainTables:
 
     def region(self, level: int) -> torch.Tensor:
         """Returns the region of each rank at a level, int64 [G], counted from 0 with the innermost domain fastest."""
-        region = torch.zeros(self.domains.world, dtype=torch.int64)
+        region = torch.zeros(self.domains.world, dtype=torch.int64, device="cpu")
         for outer in range(level + 1):
             region = region * self.domains.domains(outer) + self._domain[:, outer]
         return region
@@ -100,7 +100,7 @@ class DomainTables:
         It is the number of domains, "none", for experts that another copy of the token goes to.
         """
         none = self.domains.domains(level)
-        on_the_way = torch.ones(self.domains.world, dtype=torch.bool)
+        on_the_way = torch.ones(self.domains.world, dtype=torch.bool, device="cpu")
         if level > 0:
             region = self.region(level - 1)
             on_the_way = region == region[self.rank]
@@ -110,20 +110,20 @@ class DomainTables:
     def place_in_domain(self) -> torch.Tensor:
         """Returns the place of each expert among those this rank holds, int64 [E + 1]; their number for all others."""
         none = len(self.owners) * self.num_local
-        place = torch.full((self.num_experts + 1,), none)
+        place = torch.full((self.num_experts + 1,), none, device="cpu")
         for position, owner in enumerate(self.owners):
             first, held = owner * self.num_local, position * self.num_local
-            place[first : first + self.num_local] = torch.arange(held, held + self.num_local)
+            place[first : first + self.num_local] = torch.arange(held, held + self.num_local, device="cpu")
         return place
 
     @cached_property
     def arrival_order(self) -> torch.Tensor:
         """Returns the place of each rank's rows among those that arrive, int64 [G], where no expert travels."""
         order = sorted(range(self.domains.world), key=lambda rank: self._place[rank].flip(0).tolist())
-        return torch.tensor(order).argsort()
+        return torch.tensor(order, device="cpu").argsort()
 
     def _of_experts(self, of_rank: torch.Tensor, none: int) -> torch.Tensor:
-        return torch.cat([of_rank.repeat_interleave(self.num_local), torch.tensor([none])])
+        return torch.cat([of_rank.repeat_interleave(self.num_local), torch.tensor([none], device="cpu")])
 
     @cached_property
     def columns(self) -> tuple[int, ...]:
