@@ -52,7 +52,7 @@ def test_montas_table_8_and_discussion():
     assert curves[Kind.ALL_GATHER, "expert-tp"].seconds(8192 * MB) == pytest.approx(gather)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(names, powers, powers, powers, powers, st.sampled_from([1, 2, 4, 16]), st.booleans())
 def test_every_layout_has_every_curve(name, tp, cp, ep, expert_tp, more, replicated):
     known = KNOWN_CLUSTERS[name]
@@ -84,7 +84,7 @@ def test_every_layout_has_every_curve(name, tp, cp, ep, expert_tp, more, replica
         assert any(one.family == "expert-migration" for one in found)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(names, st.sampled_from(["inside", "between", "far"]), st.sampled_from([1.5, 4.0, 100.0]))
 def test_more_bandwidth_is_never_slower(name, fabric, factor):
     known, layout = KNOWN_CLUSTERS[name], Layout(128, tp=4, ep=8, expert_tp=4)
