@@ -1,6 +1,7 @@
 """Kernels against what is in use today: permute and unpermute against Megatron-Core's unfused ones, rows in wire
-formats against the same in the rows' dtype, the residual codec against PyTorch's operations, all against plain copies;
-and placing samples, see bench_placement.
+formats against the same in the rows' dtype, gathers of tokens that hop against the kernel that copies tokens to rows of
+a map, the residual codec against PyTorch's operations, all against plain copies; and placing samples, see
+bench_placement.
 
 All sides alternate in one process and find their memory warm: on CPU malloc is told to keep what is freed, because page
 faults would otherwise cost Megatron-Core several times its own work. Permute and unpermute run through autograd. The
@@ -71,11 +72,13 @@ def bench_kernels(
     where = torch.device(device.value)
     permute_rows: list[Row] = []
     wire_rows: list[Row] = []
+    hop_rows: list[Row] = []
     codec_rows: list[Row] = []
     for name in names:
         workload = Workload(where, tokens, hidden, experts, topk, name, seed)
         permute_rows += workload.measure(repeats)
         wire_rows += workload.measure_wire(repeats)
+        hop_rows += workload.measure_hops(repeats)
         codec_rows += CodecWorkload(where, elements, elements // keep_one_in, name, seed).measure(repeats)
     common = {"device": device_name(device), "repeats": repeats, "seed": seed}
     common |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
@@ -83,8 +86,9 @@ def bench_kernels(
     codec_settings = {"elements": elements, "kept": elements // keep_one_in}
     print_table("permute / unpermute", "Megatron-Core", permute_rows, permute_settings | common)
     print_table("rows in wire formats", "without", wire_rows, permute_settings | common)
+    print_table("tokens that hop", "spread_rows", hop_rows, permute_settings | common)
     print_table("residual codec", "PyTorch", codec_rows, codec_settings | common)
-    rows = permute_rows + wire_rows + codec_rows
+    rows = permute_rows + wire_rows + hop_rows + codec_rows
     placement = measure_placement(where, repeats, seed)
     print_placement(placement)
     if output is not None:
@@ -292,6 +296,40 @@ class Workload:
             stock = {f"{name} in {wire.value}": run for name, run in same.items()}
             rows += rows_of(ours, stock, self.dtype, repeats, self.device)
         return rows
+
+    def measure_hops(self, repeats: int) -> list[Row]:
+        """Returns the measured rows of gathers where tokens hop: of copies to domains, eight of consecutive experts or
+        one an expert, and of the rows of experts.
+        """
+        from megatron_moe_opt import kernels
+        from megatron_moe_opt.runtime.rows.hop_way import present
+        from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
+        from megatron_moe_opt.runtime.rows.row_layout import Payload
+
+        tokens, probs, num_experts = self.tokens.detach(), self.probs.detach(), self.routing_map.size(1)
+        topk, domains = self.num_rows // self.shape[0], min(8, num_experts)
+        experts = experts_of_tokens(self.routing_map, topk)
+        layout = RowFacts(Payload.of(tokens), topk, probs.dtype).outbound()
+        rows = layout.pack(tokens, probs.gather(1, experts), experts.int())
+        to_domains = kernels.build_row_map(present(experts * domains // num_experts, domains))
+        to_experts = kernels.build_row_map(self.routing_map)
+        copies = layout.empty_rows(to_domains.sources.numel(), rows)
+        out = torch.empty(self.num_rows, self.shape[1], dtype=tokens.dtype, device=self.device)
+        ours = {
+            "copies to domains": (
+                lambda: torch.index_select(rows, 0, to_domains.sources, out=copies),
+                rows.nbytes + copies.nbytes,
+            ),
+            "rows of experts": (
+                lambda: layout.select(rows, to_experts.sources, out),
+                self.token_bytes + out.nbytes,
+            ),
+        }
+        stock = {
+            "copies to domains": lambda: kernels.spread_rows(rows, to_domains),
+            "rows of experts": lambda: kernels.spread_rows(tokens, to_experts),
+        }
+        return rows_of(ours, stock, self.dtype, repeats, self.device)
 
 
 def keep_freed_memory() -> None:

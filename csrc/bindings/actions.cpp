@@ -34,19 +34,15 @@ ActionPtr make_action(Function function) {
   return std::make_shared<FunctionAction>(std::move(function));
 }
 
-// Rows [first, first + count) for each rank of the group.
 using RowBlocks = std::vector<std::pair<Size<"first row">, Size<"number of rows">>>;
 
-std::vector<Tensor> row_blocks(const Memory& memory, const char* name, const RowBlocks& blocks) {
+pipeline::BlocksOfRows row_blocks(const Memory& memory, const char* name, const RowBlocks& blocks) {
   const Tensor& rows = memory.tensor();
-  std::vector<Tensor> views;
-  views.reserve(blocks.size());
   for (const auto& [first, count] : blocks) {
     check(first + count <= rows.size(0), name, ": rows [", first, ", ", first + count, ") are outside [0, ",
           rows.size(0), ")");
-    views.push_back(rows.narrow(0, first, count));
   }
-  return views;
+  return {rows, {blocks.begin(), blocks.end()}};
 }
 
 ExchangePtr exchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Buffer<"sent">& sent,

@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <algorithm>
 #include <set>
 #include <utility>
 
@@ -13,17 +14,29 @@ namespace {
 // a group the same order: one tag serves all. It only has to differ from the tags of other users of the group.
 constexpr int kTag = 0x6d6f65;
 
-std::vector<at::Tensor> as_bytes(std::vector<at::Tensor> blocks) {
-  const at::AutoDispatchBelowADInplaceOrView moves_bytes_only;
-  for (at::Tensor& block : blocks) block = block.view(at::kByte);
-  return blocks;
-}
-
 }  // namespace
 
-Exchange::Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<at::Tensor> sent,
-                   std::vector<at::Tensor> received)
-    : group_(std::move(group)), sent_(as_bytes(std::move(sent))), received_(as_bytes(std::move(received))) {
+BlocksOfRows::BlocksOfRows(const at::Tensor& rows, RowBlocks blocks) : blocks_(std::move(blocks)) {
+  const at::AutoDispatchBelowADInplaceOrView moves_bytes_only;
+  bytes_ = rows.view(-1).view(at::kByte);
+  row_bytes_ = bytes_.numel() / std::max<int64_t>(1, rows.size(0));
+}
+
+at::Tensor BlocksOfRows::operator[](size_t block) const {
+  const auto [first, count] = blocks_[block];
+  return bytes_.narrow(0, first * row_bytes_, count * row_bytes_);
+}
+
+std::vector<at::Tensor> BlocksOfRows::tensors(size_t without) const {
+  std::vector<at::Tensor> tensors(size(), bytes_.narrow(0, 0, 0));
+  for (size_t block = 0; block < size(); ++block) {
+    if (block != without && !is_empty(block)) tensors[block] = (*this)[block];
+  }
+  return tensors;
+}
+
+Exchange::Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, BlocksOfRows sent, BlocksOfRows received)
+    : group_(std::move(group)), sent_(std::move(sent)), received_(std::move(received)) {
   const size_t size = group_->getSize();
   if (sent_.size() != size || received_.size() != size) {
     throw std::invalid_argument("an exchange needs one block to and one from each of the " + std::to_string(size) +
@@ -40,18 +53,18 @@ void Exchange::run() {
 void Exchange::begin() {
   const at::AutoDispatchBelowADInplaceOrView moves_bytes_only;  // a lane's thread would record gradients
   const int rank = group_->getRank();
-  const at::Tensor own = sent_[rank], place = received_[rank];
-  sent_[rank] = own.narrow(0, 0, 0);
-  received_[rank] = place.narrow(0, 0, 0);
   const auto copy_own = [&] {
-    if (own.numel() > 0 && own.const_data_ptr() != place.const_data_ptr()) place.copy_(own, /*non_blocking=*/true);
+    if (sent_.is_empty(rank)) return;
+    const at::Tensor own = sent_[rank], place = received_[rank];
+    if (own.const_data_ptr() != place.const_data_ptr()) place.copy_(own, /*non_blocking=*/true);
   };
-  const c10::intrusive_ptr<c10d::Backend> backend = group_->getBackend(own.device().type());
+  const c10::intrusive_ptr<c10d::Backend> backend = group_->getBackend(sent_.device().type());
   if (backend->getBackendName() == "gloo") {
     copy_own();
     begin_on_gloo(*backend);
   } else {
-    running_ = backend->alltoall(received_, sent_);
+    std::vector<at::Tensor> received = received_.tensors(rank), sent = sent_.tensors(rank);
+    running_ = backend->alltoall(received, sent);
     copy_own();  // beside it: NCCL would wait for what is queued before it
   }
 }
@@ -63,19 +76,19 @@ void Exchange::join() {
 void Exchange::begin_on_gloo(c10d::Backend& backend) {
   const int rank = group_->getRank(), size = group_->getSize();
   std::vector<Transfer> transfers;
-  const auto issue = [&](int peer, at::Tensor& block, bool receives) {
-    if (block.numel() == 0) return;
-    std::vector<at::Tensor> blocks{block};
+  const auto issue = [&](int peer, bool receives) {
+    const BlocksOfRows& blocks = receives ? received_ : sent_;
+    if (blocks.is_empty(peer)) return;
+    std::vector<at::Tensor> block{blocks[peer]};
     try {
-      transfers.push_back({receives ? backend.recv(blocks, peer, kTag) : backend.send(blocks, peer, kTag), peer});
+      transfers.push_back({receives ? backend.recv(block, peer, kTag) : backend.send(block, peer, kTag), peer});
     } catch (const std::exception& error) {
       throw PeerError(error.what(), peer);
     }
   };
   // Everybody starts with the next rank, so that no rank is everybody's first.
-  for (int step = 1; step < size; ++step)
-    issue((rank + size - step) % size, received_[(rank + size - step) % size], true);
-  for (int step = 1; step < size; ++step) issue((rank + step) % size, sent_[(rank + step) % size], false);
+  for (int step = 1; step < size; ++step) issue((rank + size - step) % size, true);
+  for (int step = 1; step < size; ++step) issue((rank + step) % size, false);
   std::lock_guard<std::mutex> lock(mutex_);
   transfers_ = std::move(transfers);
   if (aborted_) {

@@ -8,8 +8,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
 #include <vector>
 
 #include "executor.h"
@@ -17,13 +19,36 @@
 namespace moe_opt {
 namespace pipeline {
 
+// Rows [first, first + count) for each rank of a group.
+using RowBlocks = std::vector<std::pair<int64_t, int64_t>>;
+
+// Contiguous rows in blocks. A block becomes a tensor when it is asked for: all exchanges of a schedule are made before
+// the first begins, while a GPU has nothing to do.
+class BlocksOfRows {
+ public:
+  BlocksOfRows(const at::Tensor& rows, RowBlocks blocks);
+
+  size_t size() const { return blocks_.size(); }
+  at::Device device() const { return bytes_.device(); }
+  bool is_empty(size_t block) const { return blocks_[block].second * row_bytes_ == 0; }
+  // The bytes of a block.
+  at::Tensor operator[](size_t block) const;
+  // Those of all blocks, but of `without` none.
+  std::vector<at::Tensor> tensors(size_t without) const;
+
+ private:
+  at::Tensor bytes_;  // of all rows
+  int64_t row_bytes_;
+  RowBlocks blocks_;
+};
+
 class Exchange : public Action {
  public:
-  // sent[p] goes to rank p of the group, received[p] comes from it; contiguous, any of them may be empty, all on one
-  // device. The own blocks are copied, unless they are the same memory. Rows travel as bytes: what looks for NaNs in
-  // messages (TORCH_NCCL_NAN_CHECK) would take the bits of a probability between half-precision elements for one.
-  Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<at::Tensor> sent,
-           std::vector<at::Tensor> received);
+  // Block p of `sent` goes to rank p of the group, that of `received` comes from it; any of them may be empty, all are
+  // on one device. The own blocks are copied, unless they are the same memory. Rows travel as bytes: what looks for
+  // NaNs in messages (TORCH_NCCL_NAN_CHECK) would take the bits of a probability between half-precision elements for
+  // one.
+  Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, BlocksOfRows sent, BlocksOfRows received);
 
   // On Gloo returns when every block has arrived and left, each within the group's timeout; on NCCL when all is issued.
   // Throws PeerError.
@@ -44,8 +69,8 @@ class Exchange : public Action {
   };
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::vector<at::Tensor> sent_;
-  std::vector<at::Tensor> received_;
+  const BlocksOfRows sent_;
+  const BlocksOfRows received_;
   std::mutex mutex_;  // guards transfers_ and aborted_
   std::vector<Transfer> transfers_;
   bool aborted_ = false;

@@ -108,13 +108,13 @@ class ExpertMigrationDispatcher(Dispatcher):
         """Puts each token's facts behind it, and lets all ranks know how many copies there will be."""
         if self.hops is None:
             self._settle(self.choosing.choose(tokens_TH.size(0), tokens_TH.device))
-        packed, rows = self.hops.rows(tokens_TH, probs, routing_map_TE, is_padded=capacity is not None)
+        rows = self.hops.rows(tokens_TH, probs, routing_map_TE, is_padded=capacity is not None)
         counts, lent = rows.counts, None
         if self.migrated is not None:
             counts = torch.cat([counts, self.migrated.news()])
             lent = self.migrated.lent()
         counts = HostCopy(all_gather_rows(counts.view(1, -1), self.groups.joint))
-        return packed, HoppingTokens(self, rows, counts, lent)
+        return self.hops.pack(tokens_TH, probs, rows), HoppingTokens(self, rows, counts, lent)
 
     def dispatch(
         self, packed: torch.Tensor, dispatched: HoppingTokens, prob_dtype: torch.dtype

@@ -186,7 +186,7 @@ class MpmoeDispatcher(Dispatcher):
         partitions = self.partitioning.choose(rows_of_ranks)
         if partitions.way == HOPS:
             is_padded = capacity is not None
-            packed, rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count, is_padded, tp)
+            rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count, is_padded, tp)
             told, lent, beyond = [rows.counts], None, None
             if self.migrated is not None:
                 told.append(self.migrated.news())
@@ -196,7 +196,8 @@ class MpmoeDispatcher(Dispatcher):
                 beyond = counts_beyond(copies, routing_map_TE)
                 told.append(routing_map_TE.sum(0))
             counts = HostCopy(all_gather_rows(torch.cat(told).view(1, -1), groups.joint))
-            return packed, PartitionedTokens(partitions, probs_TE.dtype, rows, counts, self.hops, lent, copies, beyond)
+            partitioned = PartitionedTokens(partitions, probs_TE.dtype, rows, counts, self.hops, lent, copies, beyond)
+            return self.hops.pack(tokens_TH, probs_TE, rows), partitioned
         row_map, counts = map_rows(routing_map_TE, groups, capacity=capacity, num_rows=num_rows)
         packed, own = permuted(tokens_TH, probs_TE, row_map.cut(partitions.count), self.wire)
         return packed, PartitionedRows(partitions, probs_TE.dtype, own, counts, groups)

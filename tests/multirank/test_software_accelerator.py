@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import World
+from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.runtime.rows.own_rows import OwnRows
 from megatron_moe_opt.topology.nodes import NodeMap
 from tests.accelerator.clocks import Streams
 from tests.accelerator.collectives import check
@@ -70,6 +72,7 @@ def on_accelerator(
             with accelerator(library, without) as found:
                 ours = build_layer(config)
                 ours.load_state_dict(plain.state_dict())
+                waited_for_packing = watch_packing(patch, found.streams)
                 first = train(ours, hidden)  # chooses what is not fixed, and makes its tables
                 change(ours)
                 before = len(found.syncs)
@@ -86,7 +89,30 @@ def on_accelerator(
             for results, wanted in zip((first, second), expected, strict=True)
             for name in wanted
         ]
-        return {"error": max(errors), "syncs": syncs, "used": found.used, "found": found.findings(), "streams": streams}
+        of_layer = {"error": max(errors), "syncs": syncs, "waited_for_packing": waited_for_packing, "streams": streams}
+        return of_layer | {"used": found.used, "found": found.findings()}
+
+
+def watch_packing(patch: pytest.MonkeyPatch, streams: Streams) -> list[bool]:
+    """Has it noted of each pass that waits for a copy to the host whether it also waits for the packing of its rows."""
+    pack, wait = OwnRows.pack, HostCopy.wait
+    packed: list[tuple[int, int]] = []
+    noted: list[bool] = []
+
+    def noted_pack(*arguments: Any) -> torch.Tensor:
+        rows = pack(*arguments)
+        packed[:] = [(streams.current.number, streams.current.clock[streams.current.number])]
+        return rows
+
+    def noted_wait(copy: HostCopy) -> torch.Tensor:
+        arrived = wait(copy)
+        if packed:
+            noted.append(streams.happened(streams.host, *packed.pop()))
+        return arrived
+
+    patch.setattr(OwnRows, "pack", noted_pack)
+    patch.setattr(HostCopy, "wait", noted_wait)
+    return noted
 
 
 def change(layer: Any) -> Any:
@@ -200,6 +226,7 @@ def test_a_layer(of_case, case):
     for result in of_ranks:
         waits = list(map(len, result["syncs"]))
         assert all(map(int.__le__, waits, budget(case))), result["syncs"]
+        assert not any(result["waited_for_packing"])
         assert result["error"] < 1e-6
         if case == "monta O3":  # what a run with fewer hardware queues is told of
             assert result["streams"] == ["compute", "copy", "group ep", "group expert-tp", "inter", "intra"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
+from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY, HostCopyOf
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import _Sum
 from megatron_moe_opt.runtime.through_experts.saved_middle import Products, addresses_of
@@ -39,6 +39,18 @@ def come_back(call: ExpertCall) -> None:
     call.free_middle()
     call.make_room_for_middle()
     call.fetch_middle()
+
+
+@pytest.mark.parametrize(("number", "taken"), [(600, 1024), (1024, 1024)])
+def test_pinned_copies_are_counted_as_pytorch_rounds_them(monkeypatch, number, taken):
+    tensor = torch.ones(number, dtype=torch.uint8)
+    copy = HostCopyOf(tensor)
+    assert HOST_MEMORY.used == number
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    copy = HostCopyOf(tensor)
+    assert HOST_MEMORY.used == taken
+    del copy
+    assert HOST_MEMORY.used == 0
 
 
 @pytest.mark.parametrize(

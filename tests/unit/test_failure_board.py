@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
+from megatron_moe_opt.runtime.job import failure_board
 from tests.ranks.job import Job, free_port
 
 # Layers of their own numbers: what a rank says about itself must not be taken for what the others say about it.
@@ -85,3 +88,27 @@ def test_every_rank_says_who_failed_first_and_ends(tmp_path: Path, fault: str, s
 def test_ranks_that_end_say_nothing(tmp_path: Path):
     status, said = end("end", tmp_path)
     assert status == [0, 0, 0] and said == ["", "", ""]
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_groups_of_nccl_are_aborted_in_one_call(monkeypatch: pytest.MonkeyPatch, says_so: bool):
+    calls: list[str] = []
+    backend = SimpleNamespace()
+    if says_so:
+        backend._group_start, backend._group_end = lambda: calls.append("start"), lambda: calls.append("end")
+
+    class Group:
+        def __init__(self, name: str, kind: str) -> None:
+            self.kind, self.abort = kind, lambda: calls.append(name)
+
+        def _get_backend(self, _: object) -> SimpleNamespace:
+            if self.kind == "gloo":
+                raise RuntimeError("no backend for cuda")
+            return backend
+
+    groups = [Group("world", "cpu:gloo,cuda:nccl"), Group("on the host", "gloo"), Group("experts", "nccl")]
+    monkeypatch.setattr(dist, "get_backend", lambda group: group.kind)
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups)))
+    failure_board._abort_nccl()
+    aborted = ["experts", "world"]
+    assert calls == (["start", *aborted, "end"] if says_so else aborted)

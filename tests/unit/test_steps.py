@@ -1,11 +1,15 @@
-"""The steps of ops that need no process group: copies of columns, sums of parts."""
+"""The steps of ops: copies of columns, sums of parts, and when an exchange makes what it sends."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_moe_opt.kernels import LANE_BYTES, ChunkList
 from megatron_moe_opt.kernels.extension import load_extension
@@ -84,3 +88,26 @@ ROWS = torch.zeros(4, 6)
 def test_wrong_steps_are_refused(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+def test_an_exchange_makes_tensors_of_its_blocks_when_it_begins():
+    """Of those that are not empty: all exchanges of a schedule are made before the first message leaves."""
+    ranks, made = 16, []
+
+    @contextmanager
+    def narrows():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            yield
+        made.append(sum(event.name == "aten::narrow" for event in profile.events()))
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        rows, counts = torch.zeros(4, 4), [1] * 4 + [0] * (ranks - 4)
+        with narrows():
+            (exchange,) = steps.all_to_all(rows, counts, torch.empty_like(rows), counts, dist.group.WORLD).actions
+        with narrows():
+            exchange.begin()
+    finally:
+        dist.destroy_process_group()
+    of_a_side = 3 + 1 + 1  # peers, the own block, and what stands for all that are empty
+    assert made == [0, 2 * of_a_side]

@@ -44,7 +44,7 @@ class HostCopyOf:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._device = tensor.device
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_streams(tensor.device))
-        num_bytes = host.numel() * host.element_size()
+        num_bytes = _bytes_taken(host)
         HOST_MEMORY._count(num_bytes)
         weakref.finalize(host, HOST_MEMORY._count, -num_bytes)
         self._host = host.copy_(tensor, non_blocking=True)
@@ -61,6 +61,11 @@ class HostCopyOf:
         """Copies the bytes back, and frees the host memory."""
         target.copy_(self._host, non_blocking=True)
         self._host = None  # PyTorch keeps pinned memory until the copies that were queued have read it
+
+
+def _bytes_taken(host: torch.Tensor) -> int:
+    """Returns the bytes of the host that a new tensor takes: PyTorch rounds pinned ones up to a power of two."""
+    return 1 << (host.nbytes - 1).bit_length() if host.is_pinned() else host.nbytes
 
 
 class Kept:

@@ -15,12 +15,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -252,12 +253,32 @@ def interrupted_by(interrupt: Callable[[], None]) -> None:
 
 
 def _abort_nccl() -> None:
-    """Aborts NCCL's groups alone. Gloo's abort ends nothing that waits: there sends and receives are interrupted, and
-    other collectives are not.
+    """Aborts NCCL's groups alone, as one call of NCCL, in which none waits for another, and the last made first: as
+    PyTorch does where it aborts all. Gloo's abort ends nothing that waits: there sends and receives are interrupted,
+    and other collectives are not.
     """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if "nccl" in dist.get_backend(group):
+    pg_map = dist.distributed_c10d._world.pg_map
+    groups = [group for group in reversed(list(pg_map)) if "nccl" in dist.get_backend(group)]
+    with _one_call_of_nccl(groups):
+        for group in groups:
             group.abort()
+
+
+@contextmanager
+def _one_call_of_nccl(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+    """Has NCCL take the calls of the block for one, where a backend of these groups can say so."""
+    try:
+        backend = groups[0]._get_backend(torch.device("cuda")) if groups else None
+    except RuntimeError:  # none for CUDA
+        backend = None
+    can_say = hasattr(backend, "_group_start") and hasattr(backend, "_group_end")
+    if can_say:
+        backend._group_start()
+    try:
+        yield
+    finally:
+        if can_say:
+            backend._group_end()
 
 
 _board: FailureBoard | None = None

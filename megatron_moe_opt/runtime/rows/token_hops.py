@@ -29,6 +29,8 @@ class HoppingRows:
 
     own: OwnRows
     facts: RowFacts
+    experts: torch.Tensor
+    """The experts of each token that this rank holds, int64 [T, K], see experts_of_tokens."""
     parts: tuple[int, ...]
     """The numbers of rows that hop together, one part after another."""
     counts: torch.Tensor
@@ -62,16 +64,14 @@ class TokenHops:
         num_parts: int = 1,
         is_padded: bool = False,
         tp: ProcessGroup | None = None,
-    ) -> tuple[torch.Tensor, HoppingRows]:
-        """Packs each token with its facts, and counts the copies that there will be of them.
+    ) -> HoppingRows:
+        """Counts the copies that there will be of tokens. `pack` comes behind what sends the counts to the host, which
+        waits for them and not for it.
 
         Args:
             is_padded: experts' rows are filled up to their capacity with tokens of probability 0. They do not travel:
                 outputs and gradients of such rows are 0.
             tp: the group whose ranks all hold these tokens, and share them out; None: they are this rank's own.
-
-        Returns:
-            What stands for the rows, differentiable in tokens and probabilities; and what is known of them.
 
         Raises:
             ValueError: a token has more than `topk` experts (on CUDA an assertion on the device).
@@ -79,17 +79,22 @@ class TokenHops:
         if is_padded:
             routing_map_TE = routing_map_TE & (probs_TE != 0)
         facts = RowFacts(Payload.of(tokens_TH, self.wire), self.topk, probs_TE.dtype)
-        experts = experts_of_tokens(routing_map_TE, self.topk)
-        probs_TK = self.probs_of(probs_TE, experts)
+        experts = own_experts = experts_of_tokens(routing_map_TE, self.topk)
         number = tokens_TH.size(0) // (1 if tp is None else tp.size())
         bounds = [number * part // num_parts for part in range(num_parts + 1)]
         parts = tuple(end - begin for begin, end in zip(bounds, bounds[1:], strict=False))
         share = None if tp is None else TokenShare(tp, parts)
         if share is not None:
-            experts, routing_map_TE = share.of(experts), share.of(routing_map_TE)
-        counts = self.on_device(tokens_TH.device).count(experts, routing_map_TE, parts)
-        own = OwnRows(TokensWithFacts(facts, experts, share=share))
-        return own.pack(tokens_TH, probs_TK), HoppingRows(own, facts, parts, counts, tp)
+            own_experts, routing_map_TE = share.of(experts), share.of(routing_map_TE)
+        counts = self.on_device(tokens_TH.device).count(own_experts, routing_map_TE, parts)
+        own = OwnRows(TokensWithFacts(facts, own_experts, share=share))
+        return HoppingRows(own, facts, experts, parts, counts, tp)
+
+    def pack(self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor, rows: HoppingRows) -> torch.Tensor:
+        """Packs each token with its facts. Returns what stands for the rows, differentiable in tokens and
+        probabilities.
+        """
+        return rows.own.pack(tokens_TH, self.probs_of(probs_TE, rows.experts))
 
     def probs_of(self, probs_TE: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Returns the probabilities [T, K] of tokens' experts, int64 [T, K], see experts_of_tokens. Differentiable."""
