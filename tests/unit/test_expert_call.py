@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import _Sum
@@ -61,7 +63,9 @@ def test_gradients_are_autograds(middle, hands_over, counts):
     if middle is Restore.OFFLOAD:
         call.offload_middle()
         # fc1's output, silu's, its product with the values, and that with the probabilities: 5 times MIDDLE.
-        assert module.middle_row_bytes == 4 * 5 * MIDDLE and HOST_MEMORY.used == ROWS * module.middle_row_bytes
+        assert (
+            module.shown.middle_row_bytes == 4 * 5 * MIDDLE and HOST_MEMORY.used == ROWS * module.shown.middle_row_bytes
+        )
         come_back(call)
     if hands_over:
         handed_over = call.hand_over_middle()
@@ -88,6 +92,29 @@ def test_gradients_are_autograds(middle, hands_over, counts):
     weights[0].sum().backward()
     assert len(hooked) == 1
     handle.remove()
+
+
+@pytest.mark.parametrize("middle", [Restore.KEEP, Restore.OFFLOAD, Restore.RECOMPUTE])
+@pytest.mark.parametrize("way", ["frozen", "leaf", "made of a leaf", "parameter", "made of a parameter"])
+def test_what_is_trained_outside_of_the_experts_is_refused(middle, way):
+    """As the gate of a hook, whose gradient nobody would ask for; not what was made of it for all calls and is told."""
+    module, weights = experts()
+    leaf = torch.ones(HIDDEN, requires_grad=way != "frozen")
+    gate = leaf * 1 if way.startswith("made") else leaf
+    run = module.run
+    module.run = lambda *given: run(*given) * gate
+    if way.endswith("parameter"):
+        module.parameters = *module.parameters, gate
+    passes = contextlib.nullcontext()
+    if way in ("leaf", "made of a leaf"):
+        passes = pytest.raises(ConfigurationError, match=r"a trained tensor of shape \[8\] takes part in the experts")
+    counts, tokens = torch.tensor([5, 7]), torch.randn(ROWS, HIDDEN)
+    call = ExpertCall(module, counts, torch.rand(ROWS), middle, addresses_of(weights))
+    with passes:
+        call.forward(tokens)
+        if middle is Restore.RECOMPUTE:
+            call.recompute(tokens)
+        assert module.shown.use_only_their_own
 
 
 def test_gradients_of_partitions_are_summed_in_float32_and_rounded_once():
@@ -176,9 +203,9 @@ def test_what_activations_save_is_not_offloaded_and_gradients_are_the_same(way, 
     """Unless it does not follow from what the first product has left, or is saved elsewhere. Factors that all experts
     are given a part of are one memory."""
     module, call, (tokens, _), expected = offloaded(way, counts)
-    assert module.middle_row_bytes == 4 * kept * MIDDLE
-    assert module.activation_row_bytes == 4 * (again * MIDDLE + (way == "shared"))
-    assert HOST_MEMORY.used == ROWS * module.middle_row_bytes
+    assert module.shown.middle_row_bytes == 4 * kept * MIDDLE
+    assert module.shown.activation_row_bytes == 4 * (again * MIDDLE + (way == "shared"))
+    assert HOST_MEMORY.used == ROWS * module.shown.middle_row_bytes
     come_back(call)
     call.activate(tokens)
     taken: dict[int, torch.Tensor] = {}

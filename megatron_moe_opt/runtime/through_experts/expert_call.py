@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.through_experts.saved_middle import Products, SavedMiddle
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts
 from megatron_moe_opt.schedules.mpmoe import Restore
@@ -25,6 +26,18 @@ TakeGradient = Callable[[int, torch.Tensor | None], None]
 """A function that takes the number of a parameter and its gradient. None: an operation has used the parameter and has
 no gradient for autograd, because it adds to the parameter's main_grad itself.
 """
+
+
+@dataclass
+class Shown:
+    """What calls have shown of a layer's experts."""
+
+    middle_row_bytes: int = 0
+    """The bytes of T_M of a row that are offloaded, as far as an offload has shown them."""
+    activation_row_bytes: int = 0
+    """The bytes of a row that are computed again, as far as an offload has shown them."""
+    use_only_their_own: bool = False
+    """Whether a graph was looked through, and all that is trained in it is the experts' own."""
 
 
 @dataclass
@@ -47,10 +60,8 @@ class Experts:
     """
     products: tuple[Products, ...] = ()
     """The pairs of matrix products between which nothing but an activation is saved, in any order."""
-    middle_row_bytes: int = 0
-    """The bytes of T_M of a row that are offloaded, as far as an offload has shown them."""
-    activation_row_bytes: int = 0
-    """The bytes of a row that are computed again, as far as an offload has shown them."""
+    shown: Shown = field(default_factory=Shown)
+    """What calls have shown of the experts, in all passes of the layer."""
 
     @property
     def trained(self) -> tuple[torch.Tensor, ...]:
@@ -149,7 +160,7 @@ class ExpertCall:
     def offload_middle(self) -> None:
         """Begins to copy T_M to the host but for its activations, and notes how many bytes of both a row has."""
         of_row = (num_bytes // max(1, self._probs.numel()) for num_bytes in self._saved.offload())
-        self._experts.middle_row_bytes, self._experts.activation_row_bytes = of_row
+        self._experts.shown.middle_row_bytes, self._experts.shown.activation_row_bytes = of_row
 
     def free_middle(self) -> None:
         """Frees T_M on the device; for a caller who computes and has waited for its copy."""
@@ -172,12 +183,36 @@ class ExpertCall:
             )
             output = self._experts.run(tokens, self._tokens_per_expert, probs, borrowed)
             self._exit = _Leave.apply(output, self._gradients)
+        if not self._experts.shown.use_only_their_own:
+            _check_leaves(self._exit, self._experts.parameters)
+            self._experts.shown.use_only_their_own = True
         return output.detach()
 
     def _without_borrowed(self) -> AbstractContextManager[Any]:
         """Returns a context in which operations save what they save anyhow, but no borrowed expert: it may go."""
         borrowed = self._experts.borrowed
         return nullcontext() if borrowed is None else borrowed.arrived.hooks()
+
+
+def _check_leaves(exit_: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+    """Refuses, with ConfigurationError, experts with something trained in their graph that `parameters` does not have:
+    nobody would ask for its gradient.
+    """
+    known, nodes = {id(one) for one in parameters}, [exit_.grad_fn]
+    seen = {None, *(one.grad_fn for one in parameters)}  # what made a parameter, if anything, is not the experts'
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf.numel() and id(leaf) not in known:  # the anchor has no elements
+            raise ConfigurationError(
+                f"--moe-token-dispatcher-type mpmoe: a trained tensor of shape {list(leaf.shape)} takes part in the "
+                "experts without being a parameter of the layer's experts module, and would get no gradient from them: "
+                "make it one, or use monta, which leaves the call of the experts to Megatron"
+            )
 
 
 @contextmanager
