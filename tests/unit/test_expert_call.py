@@ -117,6 +117,27 @@ def test_what_is_trained_outside_of_the_experts_is_refused(middle, way):
         assert module.shown.use_only_their_own
 
 
+@pytest.mark.parametrize("counts", [(5, 7), (0, 12)])
+def test_what_is_recomputed_draws_the_same_random_numbers(counts):
+    """And the generator is then where it was."""
+    module, weights = experts()
+    run = module.run
+    module.run = lambda tokens, *given: run(torch.nn.functional.dropout(tokens), *given)
+    tokens, probs, grad = torch.randn(ROWS, HIDDEN), torch.rand(ROWS), torch.randn(ROWS, HIDDEN)
+    leaf, state = tokens.clone().requires_grad_(), torch.get_rng_state()
+    expected = torch.autograd.grad(module.run(leaf, torch.tensor(counts), probs), (leaf, *weights[:3]), grad)
+    torch.set_rng_state(state)
+    call = ExpertCall(module, torch.tensor(counts), probs, Restore.RECOMPUTE, addresses_of(weights))
+    call.forward(tokens)
+    torch.rand(3)  # the next partition's
+    state = torch.get_rng_state()
+    call.recompute(tokens)
+    assert torch.equal(torch.get_rng_state(), state)
+    taken: dict[int, torch.Tensor] = {}
+    found, _ = call.backward(tokens, grad, taken.__setitem__)
+    assert all(map(torch.equal, (found, *(taken[i] for i in range(3))), expected))
+
+
 def test_gradients_of_partitions_are_summed_in_float32_and_rounded_once():
     parameter = torch.zeros(64, 8, dtype=torch.bfloat16)
     parts = torch.randn(16, 64, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -158,6 +179,8 @@ class Expert(torch.nn.Module):
             factors = factors.exp()
         if self.calls > 1 and self.way == "larger":
             rows = torch.cat([rows, rows])[: len(rows)]
+        if self.way == "dropped out":
+            rows = torch.nn.functional.dropout(rows)
         gate, value = rows.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * value * factors[:, None]
 
@@ -219,6 +242,13 @@ def test_activations_that_save_other_tensors_than_before_are_refused(way):
     _, call, (tokens, _), _ = offloaded(way, (5, 7))
     come_back(call)
     with pytest.raises(RuntimeError, match="experts saved other tensors when their activations were computed again"):
+        call.activate(tokens)
+
+
+def test_activations_that_draw_random_numbers_are_refused():
+    _, call, (tokens, _), _ = offloaded("dropped out", (5, 7))
+    come_back(call)
+    with pytest.raises(ConfigurationError, match="--moe-opt-memory-reuse S1 and S2 .* draw random numbers"):
         call.activate(tokens)
 
 

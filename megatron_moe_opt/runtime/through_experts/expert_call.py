@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Function
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.runtime.engine.random_states import RandomStates
 from megatron_moe_opt.runtime.through_experts.saved_middle import Products, SavedMiddle
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts
 from megatron_moe_opt.schedules.mpmoe import Restore
@@ -60,6 +61,8 @@ class Experts:
     """
     products: tuple[Products, ...] = ()
     """The pairs of matrix products between which nothing but an activation is saved, in any order."""
+    random_states: Callable[[], RandomStates] = RandomStates
+    """Returns the present states of all random generators that the experts may draw from."""
     shown: Shown = field(default_factory=Shown)
     """What calls have shown of the experts, in all passes of the layer."""
 
@@ -98,12 +101,17 @@ class ExpertCall:
         self._gradients: _Gradients | None = _Gradients()
         self._anchor: torch.Tensor | None = None
         self._exit: torch.Tensor | None = None
+        self._drawn_from: RandomStates | None = None
+        """The states of random generators before the experts drew numbers that are to be drawn again; None: none."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the outputs [R, H] of tokens [R, H], without a graph to the outside."""
         if self._middle is Restore.RECOMPUTE:
+            states = self._experts.random_states()
             with torch.no_grad():
-                return self._experts.run(tokens, self._tokens_per_expert, self._probs, self._experts.borrow())
+                output = self._experts.run(tokens, self._tokens_per_expert, self._probs, self._experts.borrow())
+            self._drawn_from = states if states.moved() else None
+            return output
         if self._middle is Restore.KEEP and not self._hands_over:
             return self._record(tokens, self._without_borrowed())
         offloaded = self._experts.products if self._middle is Restore.OFFLOAD else ()
@@ -113,15 +121,33 @@ class ExpertCall:
         return output
 
     def recompute(self, tokens: torch.Tensor) -> None:
-        """Runs the experts again, on the same tokens, and keeps T_M this time."""
+        """Runs the experts again, on the same tokens and with the same random numbers, and keeps T_M this time."""
+        drawn_from, self._drawn_from = self._drawn_from, None
+        if drawn_from is None:
+            self._record(tokens, self._without_borrowed())
+            return
+        now = self._experts.random_states()
+        drawn_from.restore()
         self._record(tokens, self._without_borrowed())
+        now.restore()
 
     def activate(self, tokens: torch.Tensor) -> None:
-        """Computes again, on the same tokens, what was not offloaded of T_M, the rest of which is here."""
+        """Computes again, on the same tokens, what was not offloaded of T_M, the rest of which is here.
+
+        Raises:
+            ConfigurationError: random numbers are drawn for that. They would be others than before, as the products,
+                which may draw some themselves, do not run again.
+        """
         experts, probs = self._experts, self._probs.detach().requires_grad_()
+        states = experts.random_states()
         with self._saved.reading(tokens):
             self._saved.activate(
                 lambda: experts.run(tokens, self._tokens_per_expert, probs, experts.borrow()), experts.products
+            )
+        if states.moved():
+            raise ConfigurationError(
+                "--moe-opt-memory-reuse S1 and S2 compute activations of experts again, and these draw random numbers "
+                "(dropout): give --moe-opt-memory-reuse S3 or S4, which draw the same ones again, or none"
             )
 
     def backward(
