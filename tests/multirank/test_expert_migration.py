@@ -202,6 +202,43 @@ def test_experts_travel_once_for_all_micro_batches_and_again_when_weights_are_wr
     ranks.run(micro_batches)
 
 
+def generated_first(**options: Any) -> None:
+    """Compares gradients with stock's after passes in inference mode, in which experts were gathered."""
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        stock, ours = layers(2, **options)
+        for factor in (1.0, 1.5):
+            for layer in (*stock, *ours):
+                write_weights(layer, factor)
+            with torch.inference_mode():
+                hidden = hidden_states(1)
+                for layer in ours:
+                    hidden = layer(hidden)[0]
+            results = []
+            for model in (stock, ours):
+                hidden = entered = hidden_states(1)
+                for layer in model:
+                    hidden = hidden + layer(hidden)[0]
+                hidden.square().mean().backward()
+                results.append([entered.grad, *(one.grad for layer in model for one in layer.parameters())])
+            for one, other in zip(*results, strict=True):
+                assert relative(other, one) < 3e-6
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"compression_ratio": ALL_ENTRIES, "gradient_compression_ratio": ALL_ENTRIES},
+        {"dispatcher": "mpmoe", "way": "hops", "partitions": 2, "resident_layers": 1, "prefetch_layers": 0},
+    ],
+    ids=["whole", "compressed", "in partitions"],
+)
+def test_experts_that_inference_has_gathered_are_trained(ranks, settings):
+    ranks.run(generated_first, **settings)
+
+
 def slow_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has gathers of experts take a while, on some ranks longer."""
     import time

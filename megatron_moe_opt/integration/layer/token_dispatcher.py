@@ -112,8 +112,7 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         return output
 
     def _by_place(self, of_experts: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode(False):  # copied in inference mode, they could not be saved for backward later
-            self._slots = self._slots.to(of_experts.device)
+        self._slots = self._slots.to(of_experts.device)
         return of_experts.index_select(1, self._slots)
 
     def _shared_experts_after_main_stream(self) -> None:
