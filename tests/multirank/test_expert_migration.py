@@ -19,7 +19,7 @@ from megatron_moe_opt.runtime.travelling_experts.expert_communicator import DECO
 from tests.multirank.test_dispatchers import DROP, PAD, RECOMPUTE, SHARED, compare
 from tests.multirank.test_parm import compare_replicated
 from tests.ranks.layers import BesideStock, imposed_map, route_to
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankFailure, RankPool
 
 ONE_LEVEL, TWO_LEVELS = (4,), (2, 2)
 
@@ -237,6 +237,25 @@ def generated_first(**options: Any) -> None:
 )
 def test_experts_that_inference_has_gathered_are_trained(ranks, settings):
     ranks.run(generated_first, **settings)
+
+
+def frozen_on_rank_one(**options: Any) -> None:
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        _, (layer,) = layers(1, **options)
+        layer.experts.requires_grad_(dist.get_rank() != 1)
+        layer(hidden_states(1))[0].sum().backward()
+
+
+@pytest.mark.parametrize("settings", [{}, {"dispatcher": "mpmoe", "way": "hops", "partitions": 2}], ids=str)
+def test_experts_that_are_frozen_on_some_ranks_are_refused(ranks, settings):
+    """In backward their rank would not take part in returning the other ranks' gradients."""
+    with pytest.raises(RankFailure) as failure:
+        ranks.run(frozen_on_rank_one, **settings)
+    assert len(failure.value.errors) == 4
+    for _, kind, text in failure.value.errors:
+        assert kind == "ConfigurationError" and "freeze experts alike on all ranks" in text
 
 
 def slow_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
