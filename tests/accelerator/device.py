@@ -138,7 +138,7 @@ def _patch_torch(patch: pytest.MonkeyPatch, found: Accelerator) -> None:
 
     patch.setattr(torch.UntypedStorage, "resize_", resize_)
     patch.setattr(torch.nn.Module, "cuda", lambda module, *_: found.watch.move(module))
-    for name in (*FACTORIES, "from_numpy"):
+    for name in (*FACTORIES, "from_numpy", "get_rng_state"):
         patch.setattr(torch, name, watched_factory(found.watch, name, getattr(torch, name)))
     cuda = {
         "Stream": Stream, "ExternalStream": Stream, "Event": Event, "stream": on, "synchronize": synchronize,

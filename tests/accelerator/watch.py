@@ -151,7 +151,7 @@ def watched_factory(watch: Watch, name: str, factory: Callable[..., Any]) -> Cal
             made = factory(*arguments, **settings)
         if settings.get("pin_memory"):
             watch.pin(watch.mark(made, on_host=True))
-        elif name in ("tensor", "from_numpy"):
+        elif name in ("tensor", "from_numpy", "get_rng_state"):
             watch.mark(made, on_host=not named)
             if named:
                 watch.host_waits("torch.tensor on the device")

@@ -19,7 +19,7 @@ from megatron_moe_opt.runtime.travelling_experts.expert_communicator import DECO
 from tests.multirank.test_dispatchers import DROP, PAD, RECOMPUTE, SHARED, compare
 from tests.multirank.test_parm import compare_replicated
 from tests.ranks.layers import BesideStock, imposed_map, route_to
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankFailure, RankPool
 
 ONE_LEVEL, TWO_LEVELS = (4,), (2, 2)
 
@@ -200,6 +200,62 @@ def micro_batches() -> None:
 
 def test_experts_travel_once_for_all_micro_batches_and_again_when_weights_are_written(ranks):
     ranks.run(micro_batches)
+
+
+def generated_first(**options: Any) -> None:
+    """Compares gradients with stock's after passes in inference mode, in which experts were gathered."""
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        stock, ours = layers(2, **options)
+        for factor in (1.0, 1.5):
+            for layer in (*stock, *ours):
+                write_weights(layer, factor)
+            with torch.inference_mode():
+                hidden = hidden_states(1)
+                for layer in ours:
+                    hidden = layer(hidden)[0]
+            results = []
+            for model in (stock, ours):
+                hidden = entered = hidden_states(1)
+                for layer in model:
+                    hidden = hidden + layer(hidden)[0]
+                hidden.square().mean().backward()
+                results.append([entered.grad, *(one.grad for layer in model for one in layer.parameters())])
+            for one, other in zip(*results, strict=True):
+                assert relative(other, one) < 3e-6
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"compression_ratio": ALL_ENTRIES, "gradient_compression_ratio": ALL_ENTRIES},
+        {"dispatcher": "mpmoe", "way": "hops", "partitions": 2, "resident_layers": 1, "prefetch_layers": 0},
+    ],
+    ids=["whole", "compressed", "in partitions"],
+)
+def test_experts_that_inference_has_gathered_are_trained(ranks, settings):
+    ranks.run(generated_first, **settings)
+
+
+def frozen_on_rank_one(**options: Any) -> None:
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        _, (layer,) = layers(1, **options)
+        layer.experts.requires_grad_(dist.get_rank() != 1)
+        layer(hidden_states(1))[0].sum().backward()
+
+
+@pytest.mark.parametrize("settings", [{}, {"dispatcher": "mpmoe", "way": "hops", "partitions": 2}], ids=str)
+def test_experts_that_are_frozen_on_some_ranks_are_refused(ranks, settings):
+    """In backward their rank would not take part in returning the other ranks' gradients."""
+    with pytest.raises(RankFailure) as failure:
+        ranks.run(frozen_on_rank_one, **settings)
+    assert len(failure.value.errors) == 4
+    for _, kind, text in failure.value.errors:
+        assert kind == "ConfigurationError" and "freeze experts alike on all ranks" in text
 
 
 def slow_gathers(monkeypatch: pytest.MonkeyPatch) -> None:

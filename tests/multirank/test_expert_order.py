@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,12 +38,23 @@ def build(dispatcher: str, order: Path | None, **settings):
         megatron_moe_opt.register()
 
 
-def train(layout: dict, dispatcher: str, order: Path | None, steps: int, save: str = "", load: str = "", **settings):
-    """Losses of `steps` steps; a checkpoint after the second one, or continued from one."""
+def train(
+    layout: dict,
+    dispatcher: str,
+    order: Path | None,
+    steps: int,
+    save: str = "",
+    load: str = "",
+    wraps=False,
+    **settings,
+):
+    """Losses of `steps` steps; a checkpoint after the second one, or continued from one. wraps: WrappedRouter."""
     from tests.ranks.megatron import parallel
 
     with parallel(**layout):
         job = build(dispatcher, order, **settings)
+        for layer in [one for one in job.model.modules() if wraps and hasattr(one, "router")]:
+            layer.router = WrappedRouter(layer.router)
         if load:
             job.load(load)
             job.step = 2
@@ -53,13 +65,28 @@ def train(layout: dict, dispatcher: str, order: Path | None, steps: int, save: s
         return losses
 
 
-@pytest.mark.parametrize(("layout", "dispatcher"), [({"ep": 4}, "netmoe"), ({"pp": 2, "ep": 2}, "parm")], ids=str)
-def test_training_is_stocks(ranks, tmp_path, layout, dispatcher):
+class WrappedRouter(torch.nn.Module):
+    """Calls parts of a router, and never the router itself, as LoRA's in Megatron Bridge does."""
+
+    def __init__(self, router: torch.nn.Module) -> None:
+        super().__init__()
+        self.to_wrap = router
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.to_wrap.routing(self.to_wrap.gating(hidden_states))
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatcher", "wraps"),
+    [({"ep": 4}, "netmoe", False), ({"pp": 2, "ep": 2}, "parm", False), ({"ep": 4}, "monta", True)],
+    ids=str,
+)
+def test_training_is_stocks(ranks, tmp_path, layout, dispatcher, wraps):
     order = write_order(tmp_path / "order.json", layout["ep"], 1)
     # Without the loss of a rank's batch, of which netmoe makes another one.
     common = {"layout": layout, "steps": 3, "moe_aux_loss_coeff": 0.0}
     stock = ranks.run(train, dispatcher="alltoall", order=None, **common)[0]
-    ours = ranks.run(train, dispatcher=dispatcher, order=order, **common)[0]
+    ours = ranks.run(train, dispatcher=dispatcher, order=order, wraps=wraps, **common)[0]
     assert torch.allclose(torch.tensor(ours), torch.tensor(stock), rtol=1e-6, atol=0)
 
 

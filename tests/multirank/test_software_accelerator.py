@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import World
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.runtime.rows import sample_counts
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows
 from megatron_moe_opt.topology.nodes import NodeMap
 from tests.accelerator.clocks import Streams
@@ -26,7 +28,7 @@ from tests.accelerator.collectives import check
 from tests.accelerator.executor_library import build
 from tests.accelerator.memory import Memory
 from tests.accelerator.waits import missed, ordering_calls
-from tests.accelerator.watch import Watch
+from tests.accelerator.watch import Operations, Watch
 from tests.multirank.test_auto import write_profile
 from tests.multirank.test_dispatchers import DROP, PAD, SHARED
 
@@ -450,3 +452,18 @@ def test_what_another_thread_makes_on_the_host_puts_nothing_of_ours_there():
 
     with ThreadPoolExecutor(1) as worker, watch.making(on_device=False):
         assert is_host() and not worker.submit(is_host).result()
+
+
+@pytest.mark.parametrize("unlike", [True, torch.tensor(True)], ids=["known", "on the device"])
+def test_counts_of_samples_are_told_without_a_wait(monkeypatch, unlike):
+    """`tensor[0] = number` would copy from pageable memory, and CUDA waits for that."""
+    monkeypatch.setattr(sample_counts, "all_gather_rows", lambda rows, *_: rows)
+    monkeypatch.setattr(sample_counts, "HostCopy", lambda rows: rows)
+    watch = Watch(streams := Streams(), Memory(streams))
+    groups = SimpleNamespace(joint=None, joint_size=1)
+    own = watch.mark(torch.ones(2, 3, dtype=torch.int64), on_host=False)
+    if isinstance(unlike, torch.Tensor):
+        watch.mark(unlike, on_host=False)
+    with Operations(watch):
+        gather = sample_counts.SampleCountsGather(own, 5, unlike, groups, sample_counts.Room(2))
+    assert gather._gathered.flatten().tolist() == [2, 5, 1] + [1] * 6 and not streams.syncs

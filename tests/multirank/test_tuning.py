@@ -105,7 +105,9 @@ def saved_and_expected(gated):
         layer = build_layer(config)
         megatron_moe_opt.register()
         layer(torch.randn(30, 1, 64, requires_grad=True))[0].sum().backward()
-    return made[0].middle_row_bytes, row_bytes(layer_workload(config, SimpleNamespace(ep_size=2, etp_size=2))).middle
+    return made[0].shown.middle_row_bytes, row_bytes(
+        layer_workload(config, SimpleNamespace(ep_size=2, etp_size=2))
+    ).middle
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY, HostCopyOf
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import _Sum
@@ -73,7 +75,9 @@ def test_gradients_are_autograds(middle, hands_over, counts):
     if middle is Restore.OFFLOAD:
         call.offload_middle()
         # fc1's output, silu's, its product with the values, and that with the probabilities: 5 times MIDDLE.
-        assert module.middle_row_bytes == 4 * 5 * MIDDLE and HOST_MEMORY.used == ROWS * module.middle_row_bytes
+        assert (
+            module.shown.middle_row_bytes == 4 * 5 * MIDDLE and HOST_MEMORY.used == ROWS * module.shown.middle_row_bytes
+        )
         come_back(call)
     if hands_over:
         handed_over = call.hand_over_middle()
@@ -100,6 +104,50 @@ def test_gradients_are_autograds(middle, hands_over, counts):
     weights[0].sum().backward()
     assert len(hooked) == 1
     handle.remove()
+
+
+@pytest.mark.parametrize("middle", [Restore.KEEP, Restore.OFFLOAD, Restore.RECOMPUTE])
+@pytest.mark.parametrize("way", ["frozen", "leaf", "made of a leaf", "parameter", "made of a parameter"])
+def test_what_is_trained_outside_of_the_experts_is_refused(middle, way):
+    """As the gate of a hook, whose gradient nobody would ask for; not what was made of it for all calls and is told."""
+    module, weights = experts()
+    leaf = torch.ones(HIDDEN, requires_grad=way != "frozen")
+    gate = leaf * 1 if way.startswith("made") else leaf
+    run = module.run
+    module.run = lambda *given: run(*given) * gate
+    if way.endswith("parameter"):
+        module.parameters = *module.parameters, gate
+    passes = contextlib.nullcontext()
+    if way in ("leaf", "made of a leaf"):
+        passes = pytest.raises(ConfigurationError, match=r"a trained tensor of shape \[8\] takes part in the experts")
+    counts, tokens = torch.tensor([5, 7]), torch.randn(ROWS, HIDDEN)
+    call = ExpertCall(module, counts, torch.rand(ROWS), middle, addresses_of(weights))
+    with passes:
+        call.forward(tokens)
+        if middle is Restore.RECOMPUTE:
+            call.recompute(tokens)
+        assert module.shown.use_only_their_own
+
+
+@pytest.mark.parametrize("counts", [(5, 7), (0, 12)])
+def test_what_is_recomputed_draws_the_same_random_numbers(counts):
+    """And the generator is then where it was."""
+    module, weights = experts()
+    run = module.run
+    module.run = lambda tokens, *given: run(torch.nn.functional.dropout(tokens), *given)
+    tokens, probs, grad = torch.randn(ROWS, HIDDEN), torch.rand(ROWS), torch.randn(ROWS, HIDDEN)
+    leaf, state = tokens.clone().requires_grad_(), torch.get_rng_state()
+    expected = torch.autograd.grad(module.run(leaf, torch.tensor(counts), probs), (leaf, *weights[:3]), grad)
+    torch.set_rng_state(state)
+    call = ExpertCall(module, torch.tensor(counts), probs, Restore.RECOMPUTE, addresses_of(weights))
+    call.forward(tokens)
+    torch.rand(3)  # the next partition's
+    state = torch.get_rng_state()
+    call.recompute(tokens)
+    assert torch.equal(torch.get_rng_state(), state)
+    taken: dict[int, torch.Tensor] = {}
+    found, _ = call.backward(tokens, grad, taken.__setitem__)
+    assert all(map(torch.equal, (found, *(taken[i] for i in range(3))), expected))
 
 
 def test_gradients_of_partitions_are_summed_in_float32_and_rounded_once():
@@ -143,6 +191,8 @@ class Expert(torch.nn.Module):
             factors = factors.exp()
         if self.calls > 1 and self.way == "larger":
             rows = torch.cat([rows, rows])[: len(rows)]
+        if self.way == "dropped out":
+            rows = torch.nn.functional.dropout(rows)
         gate, value = rows.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * value * factors[:, None]
 
@@ -188,9 +238,9 @@ def test_what_activations_save_is_not_offloaded_and_gradients_are_the_same(way, 
     """Unless it does not follow from what the first product has left, or is saved elsewhere. Factors that all experts
     are given a part of are one memory."""
     module, call, (tokens, _), expected = offloaded(way, counts)
-    assert module.middle_row_bytes == 4 * kept * MIDDLE
-    assert module.activation_row_bytes == 4 * (again * MIDDLE + (way == "shared"))
-    assert HOST_MEMORY.used == ROWS * module.middle_row_bytes
+    assert module.shown.middle_row_bytes == 4 * kept * MIDDLE
+    assert module.shown.activation_row_bytes == 4 * (again * MIDDLE + (way == "shared"))
+    assert HOST_MEMORY.used == ROWS * module.shown.middle_row_bytes
     come_back(call)
     call.activate(tokens)
     taken: dict[int, torch.Tensor] = {}
@@ -204,6 +254,13 @@ def test_activations_that_save_other_tensors_than_before_are_refused(way):
     _, call, (tokens, _), _ = offloaded(way, (5, 7))
     come_back(call)
     with pytest.raises(RuntimeError, match="experts saved other tensors when their activations were computed again"):
+        call.activate(tokens)
+
+
+def test_activations_that_draw_random_numbers_are_refused():
+    _, call, (tokens, _), _ = offloaded("dropped out", (5, 7))
+    come_back(call)
+    with pytest.raises(ConfigurationError, match="--moe-opt-memory-reuse S1 and S2 .* draw random numbers"):
         call.activate(tokens)
 
 

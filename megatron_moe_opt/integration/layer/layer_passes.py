@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ def name_passes(layer_class: type, names: Container[str]) -> None:
         if dispatcher not in names:
             return stock_forward(self, hidden_states, *args, **kwargs)
         here = Place(number_of(self), dispatcher, "recompute" if is_recomputing() else "forward")
-        with passing(here), told(), shown_as(lambda: _range_of(here)):
+        with passing(here), told(), shown_as(lambda: _range_of(here)), _outside_of_inference_mode():
             output = stock_forward(self, hidden_states, *args, **kwargs)
         backward, shown = replace(here, direction="backward"), ExitStack()
         ends = hidden_states.requires_grad
@@ -48,6 +48,18 @@ def name_passes(layer_class: type, names: Container[str]) -> None:
         return output
 
     layer_class.forward = forward
+
+
+@contextmanager
+def _outside_of_inference_mode() -> Iterator[None]:
+    """Has a pass in inference mode make ordinary tensors, without a graph: training passes use what it keeps (experts
+    of other ranks), and threads write into its buffers, which do not know of the mode.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _range_of(pass_: Place) -> str:

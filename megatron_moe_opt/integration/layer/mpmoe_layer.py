@@ -12,6 +12,7 @@ import torch
 from megatron_moe_opt.integration.layer.expert_migration_layer import WatchedExperts, experts_to_migrate
 from megatron_moe_opt.integration.layer.experts_of_owners import call_experts
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
+from megatron_moe_opt.integration.random_states import AllRandomStates
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.saved_middle import Products
@@ -39,7 +40,7 @@ def pipeline_experts(layer: Any, options: Options) -> None:
         run = functools.partial(_run_all, layer, dispatcher.migrated, WatchedExperts(layer, hooks))
     else:
         run = functools.partial(_run, layer)
-    experts = Experts(run, ())
+    experts = Experts(run, (), random_states=AllRandomStates)
 
     def routed_experts_compute(hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         plugged = layer.token_dispatcher

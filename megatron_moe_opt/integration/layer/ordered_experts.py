@@ -3,8 +3,8 @@
 Rank r of an expert-parallel group holds the experts of its slots (planning/offline/expert_order.py) instead of a block
 of consecutive ones. Four things follow, each at one seam:
 
-1. routing     the router works with the experts' own numbers; behind it, columns of probabilities and routing map are
-               put in slot order, so that dispatchers see a stock layer
+1. routing     the router works with the experts' own numbers; where its results enter the dispatcher, columns of
+               probabilities and routing map are put in slot order, so that dispatchers of ours see a stock layer
 2. weights     when the layer is built, every expert's initial weights go from the rank that stock builds them on to the
                one that holds the expert: the model is the one that stock would have trained, bit for bit
 3. checkpoint  sharded_state_dict gives every expert its own number: a distributed checkpoint loads under stock, and
@@ -123,23 +123,8 @@ def _arrange(layer: Any, path: Path, slots: tuple[int, ...]) -> None:
             "change the layer specification, or drop the order"
         )
     _exchange_weights(experts, slots, group)
-    layer.router.register_forward_hook(_SlotColumns(slots))
+    layer.token_dispatcher.place_experts(slots)
     _number_experts(experts, path, slots, group.rank())
-
-
-class _SlotColumns:
-    """A forward hook of a router that puts the columns of its results in slot order."""
-
-    def __init__(self, slots: tuple[int, ...]) -> None:
-        self._slots = torch.tensor(slots)
-
-    def __call__(
-        self, router: Any, inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns probabilities and routing map, [tokens, experts] both, with their columns in slot order."""
-        probs, routing_map = outputs
-        self._slots = self._slots.to(probs.device)
-        return probs.index_select(1, self._slots), routing_map.index_select(1, self._slots)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,12 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         self._dispatched: Any = None
         self._tokens_per_expert: torch.Tensor | None = None
         self._takes_copies: bool | None = None
+        self._slots: torch.Tensor | None = None
+        """The experts in the order of their places; None: that is the order of their numbers."""
+
+    def place_experts(self, slots: Sequence[int]) -> None:
+        """Has tokens sent to where the experts are. slots: the number of the expert at each place."""
+        self._slots = torch.tensor(slots)
 
     @property
     def dispatched(self) -> Any:
@@ -50,6 +57,8 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         self.hidden_shape = tokens.shape
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(tokens)
+        if self._slots is not None:  # here, where whatever stands in the router's place comes by
+            probs, routing_map = self._by_place(probs), self._by_place(routing_map)
         config, capacity, num_rows = self.config, None, None
         if config.moe_router_padding_for_quantization:
             routing_map = pad_routing_map(routing_map, get_align_size_for_quantization(config))
@@ -101,6 +110,10 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         if self.shared_experts is not None:
             output = output + self.shared_experts.get_output()
         return output
+
+    def _by_place(self, of_experts: torch.Tensor) -> torch.Tensor:
+        self._slots = self._slots.to(of_experts.device)
+        return of_experts.index_select(1, self._slots)
 
     def _shared_experts_after_main_stream(self) -> None:
         # From megatron-core 0.17 on the shared experts' stream is ordered by its user.

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe.router_replay import RouterReplay
+
+from megatron_moe_opt.integration.random_states import AllRandomStates
 
 
 @contextmanager
@@ -20,21 +21,16 @@ def undisturbed() -> Iterator[None]:
     """
     from megatron_moe_opt.integration.registry import aside  # which imports `auto`, which measures
 
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    tracker, routers = get_cuda_rng_tracker(), RouterReplay.global_router_replay_instances
-    states, known = tracker.get_states(), list(routers)
-    # Of CUDA graphs that draw random numbers the tracker holds generators, and their states are in these.
-    drawn = {one: one.get_state() for one in states.values() if isinstance(one, torch.Generator)}
-    if devices:
+    routers = RouterReplay.global_router_replay_instances
+    states, known = AllRandomStates(), list(routers)
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()  # NCCL takes its buffers from what PyTorch does not hold
     try:
-        with aside(), torch.random.fork_rng(devices), torch.enable_grad():
+        with aside(), torch.enable_grad():
             yield
     finally:
-        tracker.set_states(states)
-        for generator, state in drawn.items():
-            generator.set_state(state)
+        states.restore()
         routers[:] = known
         gc.collect()  # layers are in cycles, with their hooks
-        if devices:
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -75,7 +75,6 @@ class RoutingRecorder:
         self._router, self._layer, self._config = Router, MoELayer, TransformerConfig
         self._post_init = TransformerConfig.__post_init__
         TransformerConfig.__post_init__ = self._checked(self._post_init)
-        # Before the hooks of a router's own: one of ours puts experts in the order of their places.
         self._hook = torch.nn.modules.module.register_module_forward_hook(self._hear)
         for updated in (True, False):
             after_optimizer_step(self._end_step, updated)

@@ -82,7 +82,7 @@ class SampleCountsGather:
         message[0].fill_(samples)
         message[1].fill_(self._sequence)
         if self._unlike is not None:
-            message[2] = self._unlike
+            message[2].fill_(self._unlike)
         if samples <= self._room.samples:
             message[_HEADER : _HEADER + self._own.numel()] = self._own.flatten()
         return HostCopy(all_gather_rows(message, self._groups.joint).view(self._groups.joint_size, -1))

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.runtime.engine.random_states import RandomStates
 from megatron_moe_opt.runtime.through_experts.saved_middle import Products, SavedMiddle
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts
 from megatron_moe_opt.schedules.mpmoe import Restore
@@ -25,6 +27,18 @@ TakeGradient = Callable[[int, torch.Tensor | None], None]
 """A function that takes the number of a parameter and its gradient. None: an operation has used the parameter and has
 no gradient for autograd, because it adds to the parameter's main_grad itself.
 """
+
+
+@dataclass
+class Shown:
+    """What calls have shown of a layer's experts."""
+
+    middle_row_bytes: int = 0
+    """The bytes of T_M of a row that are offloaded, as far as an offload has shown them."""
+    activation_row_bytes: int = 0
+    """The bytes of a row that are computed again, as far as an offload has shown them."""
+    use_only_their_own: bool = False
+    """Whether a graph was looked through, and all that is trained in it is the experts' own."""
 
 
 @dataclass
@@ -47,10 +61,10 @@ class Experts:
     """
     products: tuple[Products, ...] = ()
     """The pairs of matrix products between which nothing but an activation is saved, in any order."""
-    middle_row_bytes: int = 0
-    """The bytes of T_M of a row that are offloaded, as far as an offload has shown them."""
-    activation_row_bytes: int = 0
-    """The bytes of a row that are computed again, as far as an offload has shown them."""
+    random_states: Callable[[], RandomStates] = RandomStates
+    """Returns the present states of all random generators that the experts may draw from."""
+    shown: Shown = field(default_factory=Shown)
+    """What calls have shown of the experts, in all passes of the layer."""
 
     @property
     def trained(self) -> tuple[torch.Tensor, ...]:
@@ -87,12 +101,17 @@ class ExpertCall:
         self._gradients: _Gradients | None = _Gradients()
         self._anchor: torch.Tensor | None = None
         self._exit: torch.Tensor | None = None
+        self._drawn_from: RandomStates | None = None
+        """The states of random generators before the experts drew numbers that are to be drawn again; None: none."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the outputs [R, H] of tokens [R, H], without a graph to the outside."""
         if self._middle is Restore.RECOMPUTE:
+            states = self._experts.random_states()
             with torch.no_grad():
-                return self._experts.run(tokens, self._tokens_per_expert, self._probs, self._experts.borrow())
+                output = self._experts.run(tokens, self._tokens_per_expert, self._probs, self._experts.borrow())
+            self._drawn_from = states if states.moved() else None
+            return output
         if self._middle is Restore.KEEP and not self._hands_over:
             return self._record(tokens, self._without_borrowed())
         offloaded = self._experts.products if self._middle is Restore.OFFLOAD else ()
@@ -102,15 +121,33 @@ class ExpertCall:
         return output
 
     def recompute(self, tokens: torch.Tensor) -> None:
-        """Runs the experts again, on the same tokens, and keeps T_M this time."""
+        """Runs the experts again, on the same tokens and with the same random numbers, and keeps T_M this time."""
+        drawn_from, self._drawn_from = self._drawn_from, None
+        if drawn_from is None:
+            self._record(tokens, self._without_borrowed())
+            return
+        now = self._experts.random_states()
+        drawn_from.restore()
         self._record(tokens, self._without_borrowed())
+        now.restore()
 
     def activate(self, tokens: torch.Tensor) -> None:
-        """Computes again, on the same tokens, what was not offloaded of T_M, the rest of which is here."""
+        """Computes again, on the same tokens, what was not offloaded of T_M, the rest of which is here.
+
+        Raises:
+            ConfigurationError: random numbers are drawn for that. They would be others than before, as the products,
+                which may draw some themselves, do not run again.
+        """
         experts, probs = self._experts, self._probs.detach().requires_grad_()
+        states = experts.random_states()
         with self._saved.reading(tokens):
             self._saved.activate(
                 lambda: experts.run(tokens, self._tokens_per_expert, probs, experts.borrow()), experts.products
+            )
+        if states.moved():
+            raise ConfigurationError(
+                "--moe-opt-memory-reuse S1 and S2 compute activations of experts again, and these draw random numbers "
+                "(dropout): give --moe-opt-memory-reuse S3 or S4, which draw the same ones again, or none"
             )
 
     def backward(
@@ -149,7 +186,7 @@ class ExpertCall:
     def offload_middle(self) -> None:
         """Begins to copy T_M to the host but for its activations, and notes how many bytes of both a row has."""
         of_row = (num_bytes // max(1, self._probs.numel()) for num_bytes in self._saved.offload())
-        self._experts.middle_row_bytes, self._experts.activation_row_bytes = of_row
+        self._experts.shown.middle_row_bytes, self._experts.shown.activation_row_bytes = of_row
 
     def free_middle(self) -> None:
         """Frees T_M on the device; for a caller who computes and has waited for its copy."""
@@ -172,12 +209,36 @@ class ExpertCall:
             )
             output = self._experts.run(tokens, self._tokens_per_expert, probs, borrowed)
             self._exit = _Leave.apply(output, self._gradients)
+        if not self._experts.shown.use_only_their_own:
+            _check_leaves(self._exit, self._experts.parameters)
+            self._experts.shown.use_only_their_own = True
         return output.detach()
 
     def _without_borrowed(self) -> AbstractContextManager[Any]:
         """Returns a context in which operations save what they save anyhow, but no borrowed expert: it may go."""
         borrowed = self._experts.borrowed
         return nullcontext() if borrowed is None else borrowed.arrived.hooks()
+
+
+def _check_leaves(exit_: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+    """Refuses, with ConfigurationError, experts with something trained in their graph that `parameters` does not have:
+    nobody would ask for its gradient.
+    """
+    known, nodes = {id(one) for one in parameters}, [exit_.grad_fn]
+    seen = {None, *(one.grad_fn for one in parameters)}  # what made a parameter, if anything, is not the experts'
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf.numel() and id(leaf) not in known:  # the anchor has no elements
+            raise ConfigurationError(
+                f"--moe-token-dispatcher-type mpmoe: a trained tensor of shape {list(leaf.shape)} takes part in the "
+                "experts without being a parameter of the layer's experts module, and would get no gradient from them: "
+                "make it one, or use monta, which leaves the call of the experts to Megatron"
+            )
 
 
 @contextmanager

@@ -305,10 +305,9 @@ class _Pass:
 
     def _moved(self) -> list[Moved]:
         """Returns what moves of each partition."""
-        token, experts = self.layouts[INPUTS].at_experts.row_bytes, self.experts
+        token, shown = self.layouts[INPUTS].at_experts.row_bytes, self.experts.shown
         packed, outputs, gradients, returned = (layout.row_bytes for layout in self.layouts.values())
-        middle, activations = experts.middle_row_bytes, experts.activation_row_bytes
-        row = RowBytes(packed, token, middle, returned, outputs, gradients, activations)
+        row = RowBytes(packed, token, shown.middle_row_bytes, returned, outputs, gradients, shown.activation_row_bytes)
         return [Moved(rows, row) for rows in self.partitions]
 
 

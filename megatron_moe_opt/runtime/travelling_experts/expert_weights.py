@@ -59,8 +59,18 @@ class ExpertWeights:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters in the order of slots, as they are now."""
+        """Returns the parameters in the order of slots, as they are now.
+
+        Raises:
+            ConfigurationError: the module has others by now.
+        """
         parameters = dict(self.experts.named_parameters())
+        changed = {slot.name for slot in self.slots} ^ parameters.keys()
+        if changed:
+            raise ConfigurationError(
+                "--moe-opt-domain-sizes: experts travel by the names that their parameters had when the layer was "
+                f"built, and {min(changed)} was added or renamed since, as LoRA does: use monta, or take domain size 1"
+            )
         return [parameters[slot.name] for slot in self.slots]
 
     def flatten(self, tensors: Sequence[torch.Tensor | None], flat: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.engine.started import Running, advance_started
@@ -90,17 +91,20 @@ class MigratedExperts:
         return "; ".join(filter(None, (" ".join(filter(None, (what, kept))), self.gradients.describe())))
 
     def news(self) -> torch.Tensor:
-        """Returns what the other ranks have to know, int64 [1 + 2 * ahead]: whether this rank's experts are not
-        those that it sent last; and for each layer that may be sent ahead, then for each that may be brought back
-        ahead, whether it is gone.
+        """Returns what the other ranks have to know, int64 [3 + 2 * ahead]: whether this rank's experts are not
+        those that it sent last; whether some of them are trained, and whether none is; and for each layer that may be
+        sent ahead, then for each that may be brought back ahead, whether it is gone.
         """
         communicator, ahead = self.communicator, self.communicator.ahead
         communicator.note_pass(self)
         self._following = [*islice(communicator.following(self), ahead)]
         self._preceding = [*islice(communicator.preceding(self), ahead)]
-        news = torch.ones(1 + 2 * ahead, dtype=torch.int64, device=self.weights.parameters[0].device)
-        news[1 : 1 + len(self._following)] = 0
-        news[1 + ahead : 1 + ahead + len(self._preceding)] = 0
+        parameters = self.weights.parameters
+        news = torch.ones(3 + 2 * ahead, dtype=torch.int64, device=parameters[0].device)
+        is_trained = any(one.requires_grad for one in parameters)
+        news[1 + is_trained : 2 + is_trained] = 0
+        news[3 : 3 + len(self._following)] = 0
+        news[3 + ahead : 3 + ahead + len(self._preceding)] = 0
         may_have_changed = self._may_have_changed()
         if self._sent is not None:
             news[:1].copy_(~self.weights.equal(self._sent)) if may_have_changed else news[:1].zero_()
@@ -118,10 +122,19 @@ class MigratedExperts:
 
         Args:
             news: the greatest of all ranks' `news`: they all do the same.
+
+        Raises:
+            ConfigurationError: on all ranks, where only some ranks' experts are trained: in backward the others would
+                not take part in returning gradients.
         """
+        changed, some_trained, some_frozen, *gone = news
+        if some_trained and some_frozen:
+            raise ConfigurationError(
+                "--moe-opt-domain-sizes: experts travel, and all experts of some ranks are frozen (requires_grad), but "
+                "not those of others: freeze experts alike on all ranks, or use monta"
+            )
         advance_started()  # what runs beside has had the time of all that lies between two layers' experts
         communicator, self._place = self.communicator, place()
-        changed, *gone = news
         if changed:
             communicator.begin_round()
             self.send()
