@@ -91,7 +91,7 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
         ((getattr(config, "dsa_indexer_topk_freq", 1) or 1) > 1, "--dsa-indexer-topk-freq"),
         *(
             (given_flag(arguments, flag), flag)
-            for flag in ("--reset-attention-mask", "--export-kd-teacher-load", *_SAVES)
+            for flag in ("--reset-attention-mask", "--export-kd-teacher-load", "--flextron", *_SAVES)
         ),
     ):
         if wrong:
@@ -106,6 +106,7 @@ _WHY = {
     "--moe-expert-capacity-factor": "under which other samples share a rank, so that other tokens would be dropped",
     "--recompute-modules": "which takes a layer's norm on the ranks of the experts",
     "--export-kd-teacher-load": "whose layers have other ranks' samples than the teacher's",
+    "--flextron": "whose norms are those of the rank that has a sample next, with its choice of widths",
     **dict.fromkeys(_SAVES, "whose ranks would save what other ranks' samples are"),
 }
 """The reasons, by flag, where it is not plain that what it names would have to move with samples."""

@@ -65,6 +65,7 @@ def test_netmoe_refuses_what_later_versions_of_megatron_balance_and_share_by_sam
     [
         ("--reset-attention-mask", True),
         ("--export-kd-teacher-load", "teacher"),
+        ("--flextron", True),
         ("--moe-routing-trace-path", "folder"),
         ("--save-activations-interval", 10),
         ("--save-dgrads-interval", 10),
