@@ -177,6 +177,9 @@ def test_unequal_rows(ranks, dtype):
     assert ranks.run(uneven_collectives, dtype=dtype) == [True] * 4
 
 
+ROW_BYTES = 3 * 4
+
+
 def issued():
     """What each of the functions on rows has issued when it waits, with the rows that each transfer moves."""
     from torch.profiler import profile, record_function
@@ -194,7 +197,8 @@ def issued():
                 pending.wait()
         events = sorted(profiled.events(), key=lambda event: event.time_range.start)
         before = events[: [event.name for event in events].index("waits")]
-        found.append([(event.name, event.input_shapes[0][0]) for event in before if event.name.startswith("gloo:")])
+        transfers = [event for event in before if event.name.startswith("gloo:")]
+        found.append([(one.name, one.input_shapes[0][0] // ROW_BYTES) for one in transfers])
     return found
 
 
