@@ -128,14 +128,15 @@ class Dispatched:
         return self.own.unpermute(returned)
 
 
-def counts_beyond(copies: TokenCopies, routing_map_TE: torch.Tensor) -> HostCopy | None:
-    """Returns the tokens that each rank of a TP group, which hold the same ones, has routed to each expert, where the
-    counts of the joint group do not tell: int64 [tp_size, experts], on its way to the host; a collective call over the
-    TP group. Else None.
+def counts_beyond(copies: TokenCopies, of_experts: torch.Tensor) -> HostCopy:
+    """Returns the tokens that each rank of a TP group, which hold the same ones, has routed to each expert: int64
+    [tp_size, experts], on its way to the host. For groups that reach beyond the joint group, whose counts do not tell.
+    A collective call over the TP group.
+
+    Args:
+        of_experts: int64 [experts], those of this rank.
     """
-    if copies.inside:
-        return None
-    return HostCopy(all_gather_rows(routing_map_TE.sum(0), copies.group).view(copies.group.size(), -1))
+    return HostCopy(all_gather_rows(of_experts, copies.group).view(copies.group.size(), -1))
 
 
 def map_rows(

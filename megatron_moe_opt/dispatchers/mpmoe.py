@@ -91,7 +91,7 @@ class PartitionedTokens:
     copies: TokenCopies | None = None
     """The TP group that shares out its tokens; None: every rank has tokens of its own."""
     beyond: HostCopy | None = None
-    """What `counts_beyond` returns of this pass."""
+    """What `counts_beyond` returns of this pass; None: the counts tell."""
 
     @property
     def own(self) -> OwnRows:
@@ -193,8 +193,9 @@ class MpmoeDispatcher(Dispatcher):
                 lent = self.migrated.lent()
             if copies is not None:
                 # Before the joint group's counts: when the host has waited for those, these are there.
-                beyond = counts_beyond(copies, routing_map_TE)
-                told.append(routing_map_TE.sum(0))
+                of_experts = routing_map_TE.sum(0)
+                beyond = None if copies.inside else counts_beyond(copies, of_experts)
+                told.append(of_experts)
             counts = HostCopy(all_gather_rows(torch.cat(told).view(1, -1), groups.joint))
             partitioned = PartitionedTokens(partitions, probs_TE.dtype, rows, counts, self.hops, lent, copies, beyond)
             return self.hops.pack(tokens_TH, probs_TE, rows), partitioned

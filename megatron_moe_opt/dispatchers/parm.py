@@ -62,9 +62,9 @@ class ParmDispatcher(Dispatcher):
         if self.schedule is None:
             self.schedule = self.choice.choose(tokens_TH, None)
         copies, beyond = self.copies, None
-        if copies is not None and sizes.get("capacity") is None:
+        if copies is not None and not copies.inside and sizes.get("capacity") is None:
             # Before the joint group's counts: when the host has waited for those, these are there.
-            beyond = counts_beyond(copies, routing_map_TE)
+            beyond = counts_beyond(copies, routing_map_TE.sum(0))
         row_map, counts = map_rows(routing_map_TE, self.groups, **sizes)
         if copies is None:
             packed, own = permuted(tokens_TH, probs_TE, row_map.cut(self.schedule.chunks), self.wire)

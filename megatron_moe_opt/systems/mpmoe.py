@@ -133,7 +133,7 @@ def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
         return MpmoeDispatcher(groups, partitioning_of(options, groups, workload), wire=options.wire)
     workers = levels_of(groups.ep, options.network_levels)
     workload = layer_workload(config, groups, workers, wire=options.wire)
-    shares_tokens = workload.gathers_parts and options.ways == (HOPS,)
+    shares_tokens = workload.sharers > 1 and options.ways == (HOPS,)
     partitioning = partitioning_of(options, groups, workload)
     dispatcher = MpmoeDispatcher(groups, partitioning, wire=options.wire, shares_tokens=shares_tokens)
     hops_in = domain_groups(groups.ep, domains_of(options, workers), dispatcher)

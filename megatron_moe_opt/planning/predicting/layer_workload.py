@@ -91,9 +91,11 @@ class LayerWorkload:
         return self.outbound_bytes + self.lane_bytes
 
     @property
-    def gathers_parts(self) -> bool:
-        """Whether tokens that hop are gathered over TP part by part, and not all of them behind the layer."""
-        return self.tp > 1 and self.routes_all and self.capacity_factor is None
+    def sharers(self) -> int:
+        """Returns the ranks that share out tokens which hop, and gather them over TP part by part. 1: each rank has
+        tokens of its own, or all are split before the layer and gathered behind it.
+        """
+        return self.tp if self.routes_all and self.capacity_factor is None else 1
 
     @property
     def local_experts(self) -> int:

@@ -83,7 +83,7 @@ class PartitionedLayer:
             hops_in = domains or stationary(one.workers)
             computed = one.rows_of(layer.skew.computed(hops_in)) if holds > 1 else layer.computed
             parts: Sequence[Partition] = hop_partitions(one, layer.skew, computed, count, hops_in)
-            stages = HopStages(len(one.workers), hops_in.hops, True, one.etp, one.tp if one.gathers_parts else 1)
+            stages = HopStages(len(one.workers), hops_in.hops, True, one.etp, one.sharers)
             return cls(way, domains, costs, parts, hop_row_bytes(one), stages, parts[0].own * count, holds)
         computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
         parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
@@ -135,7 +135,7 @@ class PartitionedLayer:
         """
         one, links = layer.workload, None
         schedules = [build(strategy, self.parts, self.row, self.stages) for build in (forward, backward)]
-        alone = [] if self.way == HOPS and one.gathers_parts else list(layer.edge)
+        alone = [] if self.way == HOPS and one.sharers > 1 else list(layer.edge)
         if self.holds > 1:
             schedules = travelling(one.migration(layer.skew), self.domains, *schedules)
             alone.append(Op(Kind.COPY, Lane.COMPUTE, size=layer.bytes_of_copies(self.holds)))

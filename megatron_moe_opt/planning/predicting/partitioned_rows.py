@@ -56,7 +56,7 @@ def hop_partitions(
     sent = {level: ceil(migration.copies(domains, level) / count) for level in domains.hops}
     own = -(-migration.tokens // count)
     arrived = layer.etp * (sent[max(sent)] if sent else own) if layer.etp > 1 else 0
-    return [HopRows(own, sent, -(-rows // count) * layer.etp, arrived, layer.tp)] * count
+    return [HopRows(own, sent, -(-rows // count) * layer.etp, arrived, layer.sharers)] * count
 
 
 def activation_bytes(layer: LayerWorkload, rows: int, count: int, strategy: str, own_rows: int | None = None) -> int:
