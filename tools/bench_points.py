@@ -89,9 +89,7 @@ class Point:
     def profile_settings(self) -> ProfileSettings:
         """Returns what is profiled for it, which serves all points of the shape."""
         one = self.shape.layer
-        return ProfileSettings(
-            one.tp, 1, one.ep, one.expert_tp, one.hidden, one.ffn_hidden, one.dtype, PROFILE_SECONDS, domains=True
-        )
+        return ProfileSettings(one.tp, 1, one.ep, one.expert_tp, one.hidden, one.ffn_hidden, one.dtype, PROFILE_SECONDS)
 
 
 POINTS = [Point(shape, tokens, routing) for shape in SHAPES for routing in ROUTINGS for tokens in shape.tokens]

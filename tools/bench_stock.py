@@ -114,7 +114,7 @@ def measure(point: Point, folder: Path) -> Timed | None:
     layout, log, file = point.layout, folder / f"{point.name}.log", folder / f"{point.name}.json"
     cluster = folder / f"{layout.name}.cluster.json"
     if not cluster.exists():
-        what = f"profile --dtype fp32 --domains --seconds 45 {layout.size} {layout.groups} --output {cluster}"
+        what = f"profile --dtype fp32 --seconds 45 {layout.size} {layout.groups} --output {cluster}"
         if not on_netbox(layout, what, folder / f"{layout.name}.profile.log", timeout=240):
             return None
     if not file.exists():

@@ -6,7 +6,7 @@ Each cell is a run of a few steps on the CPU over Gloo, held against stock `allt
 refused with a sentence of ours, or refused by Megatron under stock too. A traceback of ours, other losses, or a run
 that does not end is a failure, and the exit status 1. What has run is kept in --folder with the output of each cell,
 and is not run again: the command goes on where it was stopped. Give a checkout of the installed megatron-core's
-version, and install what it needs: `pip install .[megatron-lm]`.
+version, and install what it needs: `pip install --no-build-isolation -e ".[megatron-lm]"`.
 
 The ranks are forked from this process, which has imported all that they need: each then runs what `torchrun ... -m
 megatron_moe_opt.launch pretrain_gpt.py ...` runs.

@@ -61,7 +61,7 @@ py::tuple plan_exchange(const Input<"counts">& of_ranks, Size<"ep_rank"> ep_rank
 }
 
 // (int64 [EP, ETP, E] rows that each rank exchanges, [tp_size][EP] rows of each part of the planning rank's, the sum of
-// the first): see planning/exchange_plan.h.
+// counts): see planning/exchange_plan.h.
 py::tuple share_out(const Input<"counts">& of_ranks, const Input<"tp_ranks">& of_tp, Size<"tp_size"> tp_size,
                     Size<"ep_rank"> ep_rank, Size<"etp_rank"> etp_rank) {
   const Tensor counts = of_ranks.contiguous(), tp_ranks = of_tp.contiguous();

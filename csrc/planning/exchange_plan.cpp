@@ -100,7 +100,7 @@ Shares share_out(const Counts& counts, const int64_t* tp_ranks, int64_t tp_size,
       // Numbers of 32 bits are divided in less time, and these nearly always are.
       const int64_t whole = rows >> 32 ? rows / tp_size : static_cast<uint32_t>(rows) / static_cast<uint32_t>(tp_size);
       sent[i] = whole + of_rest[rows - whole * tp_size];
-      shares.total += sent[i];
+      shares.total += rows;
     }
   }
   const int64_t* own = counts.rows + (counts.ep_rank * counts.etp_size + counts.etp_rank) * experts;

@@ -43,7 +43,7 @@ std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, b
 // Where the ranks of a TP group of `tp_size` have the same rows: TP rank m exchanges part m of them, see Shares.
 struct Shares {
   std::vector<ChunkPlan::Numbers> own;  // [tp_size][ep_size] rows of each part of the planning rank's for each peer
-  int64_t total = 0;                    // that all ranks exchange
+  int64_t total = 0;                    // rows of all ranks before they are cut, which all agree on
 };
 
 // What each rank exchanges, into sent [ep_size, etp_size, ep_size * local]; the parts are those of chunks. tp_ranks

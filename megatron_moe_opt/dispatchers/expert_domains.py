@@ -18,9 +18,7 @@ from megatron_moe_opt.systems.expert_migration import fastest_domains
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
-_GUESS = (
-    "; the profile has not measured the codec, which is counted as copies: measure again with moe-opt profile --domains"
-)
+_GUESS = "; the profile has not measured the codec, which is counted as copies: measure again with moe-opt profile"
 
 
 class Choosing(Protocol):
@@ -83,8 +81,8 @@ class MeasuredDomains:
         except ConfigurationError as error:
             levels = _times(workload.workers)
             raise ConfigurationError(
-                f"--moe-opt-profile {profile}: {error}; measure levels of {levels} ranks with moe-opt profile "
-                "--domains, or give --moe-opt-domain-sizes"
+                f"--moe-opt-profile {profile}: {error}; measure levels of {levels} ranks with moe-opt profile, "
+                "or give --moe-opt-domain-sizes"
             ) from error
 
     def choose(self, tokens: int, device: torch.device) -> ExpertDomains:

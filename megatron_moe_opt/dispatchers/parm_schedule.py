@@ -109,7 +109,7 @@ class MeasuredSchedule:
         if tp is not None:
             cluster.check_groups(self.profile, MEGATRON_FLAGS, ep=groups.ep_size, expert_tp=groups.etp_size, tp=tp_size)
         num_tokens = torch.tensor(tokens.size(0), device=tokens.device)
-        for group in (tp, groups.joint):  # one of them holds the other
+        for group in (tp, groups.joint):  # where neither holds the other (there is no S2), the joint group's agree
             if group is not None:
                 dist.all_reduce(num_tokens, dist.ReduceOp.MAX, group=group)
         number = int(num_tokens)

@@ -217,6 +217,11 @@ def _check_overlap(config: Any, name: str, system: System | None) -> None:
             f"--overlap-moe-expert-parallel-comm calls the stages of a MoE layer by themselves, around which {FLAG} "
             f"{name} splits the tokens that all TP ranks hold: add --sequence-parallel, or drop it"
         )
+    if name == AUTO and config.cuda_graph_impl != "none" and "moe_router" in _graphed(config):
+        raise ConfigurationError(
+            "--overlap-moe-expert-parallel-comm beside a CUDA graph of moe_router runs no router when a step begins, "
+            f"by which {FLAG} {AUTO} times it: leave moe_router out of the graphs, or use monta"
+        )
 
 
 def _check_optimizer_graph(name: str, options: Options) -> None:
@@ -233,14 +238,20 @@ def _check_optimizer_graph(name: str, options: Options) -> None:
     )
 
 
+def _graph_field(config: Any) -> str:
+    return "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"  # before 0.19
+
+
+def _graphed(config: Any) -> list[str]:
+    """Returns the names of the modules that CUDA graphs are made of; none: all."""
+    return [getattr(scope, "name", str(scope)) for scope in getattr(config, _graph_field(config), ())]
+
+
 def _check_cuda_graphs(config: Any, name: str) -> None:
     """Lets graphs of attention, dense MLPs and the router through, and says of others why not."""
     if config.cuda_graph_impl == "none":
         return
-    # Megatron 0.19 has another name for the flag.
-    field = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
-    flag = "--" + field.replace("_", "-")
-    scopes = [getattr(scope, "name", str(scope)) for scope in getattr(config, field, ())]
+    flag, scopes = "--" + _graph_field(config).replace("_", "-"), _graphed(config)
     captured = [scope for scope in scopes if scope not in GRAPHED]
     of_scopes = f" {flag} {' '.join(scopes)}" if scopes else ""
     apart = f"choose from {flag} {' '.join(GRAPHED)}"

@@ -13,7 +13,7 @@ import functools
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -198,6 +198,7 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
     @functools.wraps(stock_post_init)
     def post_init(self: Any) -> None:
         check_name(getattr(self, FIELD), stock, dispatcher_names())
+        self._moe_opt_made = _made_now(getattr(self, FIELD))
         check_division(self.num_moe_experts, self.expert_model_parallel_size)
         with reading_as_alltoall(self) as name:
             stock_post_init(self)
@@ -205,7 +206,7 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
             return
         if name in dispatcher_names():
             failure_board.start()  # on ranks without a MoE layer too
-            check_config(self, name, _options, is_of_run=not _is_aside, is_of_model=not (_is_aside or _is_alone))
+            check_config(self, name, _options, *self._moe_opt_made.whose)
             if name == AUTO:
                 controller_of(self, _options)  # on ranks without a MoE layer too
         elif self.num_moe_experts is not None:
@@ -215,6 +216,32 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
 
     post_init._moe_opt = True
     config_class.__post_init__ = post_init
+
+
+class _Made(NamedTuple):
+    """What a configuration was made as; its fields may be written afterwards, before a layer is built from it."""
+
+    name: str
+    """Its dispatcher."""
+    whose: tuple[bool, bool]
+    """Whether it is of the run, and of a model: `check_config`."""
+
+
+def _made_now(name: str) -> _Made:
+    return _Made(name, (not _is_aside, not (_is_aside or _is_alone)))
+
+
+def _check_again(config: Any, name: str) -> None:
+    """Refuses what has been written into a configuration since it was made and checked, as frameworks do that fill in
+    fields one by one.
+    """
+    made = getattr(config, "_moe_opt_made", None) or _made_now(name)
+    if name == AUTO != made.name:
+        raise ConfigurationError(
+            f"--moe-token-dispatcher-type {AUTO} was written into a TransformerConfig that was made with {made.name}, "
+            "of which ranks without a MoE layer know nothing: give it when the configuration is made"
+        )
+    check_config(config, name, _options, *made.whose)
 
 
 def _check_stock(config: Any, name: str) -> None:
@@ -239,6 +266,7 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
             with reading_as_sequence_parallel(config) if replicated else nullcontext():
                 stock_init(self, config, *args, **kwargs)
         if name in dispatcher_names():
+            _check_again(config, name)
             failure_board.start()
             _compare(_groups_of(self.token_dispatcher).joint, name, config)
             if overlaps_batches(config):

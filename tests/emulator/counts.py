@@ -1,7 +1,7 @@
 """What the kernels cost, counted on the emulator: see counting.h.
 
 python -m tests.emulator.counts --write     renews csrc/kernels/launches.txt, the launches of every bound function
-python -m tests.emulator.counts --sectors   sectors of packed rows, by the bytes of their lane: see docs/gpu.md
+python -m tests.emulator.counts --sectors   sectors of packed rows, by the bytes of their lane: see docs/cuda-kernels.md
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def row_sectors(hidden: int, lane_bytes: int) -> RowSectors:
 
 
 def sector_table() -> str:
-    """The table of docs/gpu.md."""
+    """The table of docs/cuda-kernels.md."""
     lines = ["| H | lane | written, asked | read, asked | of memory | written in part |", "|---|---|---|---|---|---|"]
     for hidden in (1024, 2048, 4096, 7168):
         for lane_bytes in (16, 32):

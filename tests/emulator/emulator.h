@@ -5,7 +5,7 @@
 // atomics mean what they mean on the device. Each byte of device memory (and of shared memory) has two tags: who wrote
 // it last and who read it last. An access outside of an allocation, to memory that nobody has written, at an address
 // that is no multiple of its size, or to what another thread touches without a barrier in between, stops the launch
-// with one sentence. What it cannot show is listed in docs/gpu.md.
+// with one sentence. What it cannot show is listed in docs/cuda-kernels.md.
 #pragma once
 
 #include <cstddef>

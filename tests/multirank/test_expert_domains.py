@@ -80,11 +80,11 @@ def test_a_profile_without_the_groups_of_domains_is_refused(ranks, tmp_path):
         ranks.run(chosen, profile=save(tmp_path / "cluster.json", workers=(4,)))
     for _, kind, message in caught.value.errors:
         assert kind == "ConfigurationError" and message.count("\n") == 0
-        assert "measure levels of 2 x 2 ranks with moe-opt profile --domains, or give --moe-opt-domain-sizes" in message
+        assert "measure levels of 2 x 2 ranks with moe-opt profile, or give --moe-opt-domain-sizes" in message
 
 
 def measured() -> dict[str, list[int]]:
-    """Returns the ranks of the group in which each load of `moe-opt profile --domains` runs, on 2 x 2 ranks."""
+    """Returns the ranks of the group in which each load of `moe-opt profile` runs, on 2 x 2 ranks."""
     from megatron_moe_opt.integration.measuring.domain_moves import domain_groups_of, domain_moves
     from megatron_moe_opt.integration.measuring.loads import Rows
 

@@ -32,7 +32,6 @@ MOE_OPT = "megatron_moe_opt.cli.main"
 LAUNCH = "megatron_moe_opt.launch"
 MEASURED = {
     "docs/planning.md": Layout(world=32, tp=4, ep=8, expert_tp=4),
-    "README.md": Layout(world=64, tp=8, ep=8, expert_tp=8),
     "recipes/README.md": Layout(world=32, tp=2, ep=8),
 }
 """The groups of the cluster.json that a page has measured before it plans with it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,13 @@ from hypothesis import strategies as st
 
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.row_map import cut_counts
-from megatron_moe_opt.runtime.rows.exchange_plan import plan_exchange, plan_partitions
+from megatron_moe_opt.runtime.rows.exchange_plan import (
+    MIN_PHASE_BYTES,
+    Sharing,
+    plan_exchange,
+    plan_partitions,
+    share_out,
+)
 
 _C = load_extension()
 
@@ -117,7 +125,23 @@ def test_ranks_of_a_tp_group_exchange_a_part_each(seed, tp_size):
     parts = cut_counts(counts, tp_size)
     assert sent.equal(parts.gather(0, tp_ranks.view(1, 3, 2, 1).expand(1, 3, 2, 6))[0])
     assert rows == parts[:, 2, 1].view(tp_size, 3, 2).sum(2).tolist()
-    assert total == sent.sum()
+    assert total == counts.sum()
+
+
+def test_joint_groups_inside_a_tp_group_take_as_many_phases():
+    """Three rows in four parts are 0, 1, 1 and 1: the first two TP ranks send half of what the others do."""
+    counts, phases = torch.full((2, 1, 4), 3), []
+    for tp_ranks in ([[0], [1]], [[2], [3]]):
+        copies = SimpleNamespace(
+            check_alike=lambda *_: None,
+            tp_ranks=torch.tensor(tp_ranks),
+            ep_ranks=(0, 1, 0, 1),
+            group=SimpleNamespace(size=lambda: 4),
+        )
+        row_bytes = MIN_PHASE_BYTES * 2 // 3 + 1  # a mean phase has 1.5 rows
+        sent, parts = share_out(counts, 0, 0, Sharing(copies, row_bytes, True))
+        phases.append((int(sent.sum()), parts.num_phases))
+    assert phases == [(4, 2), (8, 2)]
 
 
 def facts(chunk):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from megatron_moe_opt.planning.training.memory import (
     training_memory,
 )
 from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.planning.training.throughput import GpuSpeed, throughput
 from megatron_moe_opt.topology.layouts import Layout
 from tools.monta_formulas import paper_activations
 
@@ -144,6 +147,23 @@ def test_training_memory_of_pipeline_stages(recompute):
     assert training_memory(SHAPE, parallel, 1, 512, 2, recompute=recompute).activations == 2 * activations[3]
 
 
+@pytest.mark.parametrize(("layers", "dense_layers", "pp"), [(61, 3, 16), (61, 5, 8), (8, 0, 4), (27, 1, 2), (7, 3, 3)])
+def test_layers_that_cannot_be_even_are_fewer_on_the_last_stage(layers, dense_layers, pp):
+    model, layout = replace(SHAPE, layers=layers, dense_layers=dense_layers, dense_ffn=512), Layout(pp, pp=pp)
+    stages = [model.of_stage(layout, stage) for stage in range(pp)]
+    assert [layer for stage in stages for layer in stage] == list(range(layers))
+    assert {len(stage) for stage in stages[:-1]} == {len(stages[0])} and 0 < len(stages[-1]) <= len(stages[0])
+    assert sum(model.moe_layers(layout, stage) for stage in range(pp)) == layers - dense_layers
+    whole, parts = model.parameters(Layout()), [model.parameters(layout, stage) for stage in range(pp)]
+    assert (sum(one.dense for one in parts), sum(one.expert for one in parts)) == (whole.dense, whole.expert)
+    for micro_batches in (1, 5, 64):
+        held = [training_memory(model, layout, 1, 512, micro_batches, stage).total for stage in range(pp)]
+        assert max(held) == max(held[stage] for stage in model.telling_stages(layout))
+    device = GpuSpeed(1e12, 0.5)
+    even = throughput(replace(model, layers=pp * len(stages[0])), layout, device, 1, 512, 8, 1e-3)
+    assert throughput(model, layout, device, 1, 512, 8, 1e-3).step_seconds <= even.step_seconds
+
+
 def test_leading_dense_layers_have_no_experts():
     model = ModelShape(2, 64, 4, 128, 8, 2, 96, dense_layers=1, dense_ffn=192)
     dense, moe = (layer_activations(model, Layout(), 1, 32, moe=moe) for moe in (False, True))
@@ -158,7 +178,7 @@ def test_leading_dense_layers_have_no_experts():
     [
         (lambda: Layout(8, tp=3), "tp 3 x cp 1 x pp 1 does not divide the 8 ranks"),
         (lambda: Layout(8, ep=16), "expert-tp 1 x ep 16 x pp 1 does not divide the 8 ranks"),
-        (lambda: SHAPE.parameters(Layout(3, pp=3)), "layers = 8 is not a multiple of pp = 3"),
+        (lambda: SHAPE.parameters(Layout(5, pp=5)), "layers = 8 cannot be divided among pp = 5"),
         (lambda: SHAPE.parameters(Layout(16, ep=16)), "experts = 8 is not a multiple of ep = 16"),
         (lambda: state_memory(SHAPE, Layout(), zero=4), "ZeRO stage 4"),
         (lambda: training_memory(SHAPE, Layout(), 1, 8, 1, recompute="some"), "recompute some"),

@@ -176,6 +176,11 @@ def test_the_fastest_layout_that_fits_is_searched(run):
     rates = [float(cells[7]) for cells in lines]
     assert len(lines) == 8 and rates == sorted(rates, reverse=True)
     variant, best_tp, best_pp, best_ep, best_etp, size, recompute, rate, *_ = lines[0]
+    of_stock = re.search(
+        r"(-?[0-9]+)% more than stock in its own best \(TP (.*), PP (.*), EP (.*), expert-TP (.*)\), because",
+        output.splitlines()[-3],
+    )
+    assert int(of_stock[1]) == round(100 * (float(lines[0][8]) - 1))
     of_rank = 32 // (16 // (int(best_tp) * int(best_pp)) * int(size))
     fixed = f"--tp {best_tp} --pp {best_pp} --ep {best_ep} --expert-tp {best_etp} --micro-batch {size}"
     _, planned, _ = run(
@@ -186,7 +191,9 @@ def test_the_fastest_layout_that_fits_is_searched(run):
     assert "--global-batch-size 32" in output.splitlines()[-1]
     for other in ("--ep 8", "--ep 16", "--pp 2 --ep 8 --micro-batches 4"):
         _, others, _ = run(search.replace("--global-batch 32", other), "" if "micro" in other else "--micro-batches 2")
-        assert max(float(cells[7]) for cells in tables(others)[CANDIDATES].values()) <= float(rate)
+        rates = {variant: float(cells[7]) for variant, cells in tables(others)[CANDIDATES].items()}
+        assert max(rates.values()) <= float(rate)
+        assert rates["alltoall"] <= float(rate) / float(lines[0][8]) * 1.005  # two digits of the ratio
 
 
 def test_a_search_leaves_nothing_out_that_would_be_shown(run, monkeypatch):
@@ -200,6 +207,13 @@ def test_a_search_leaves_nothing_out_that_would_be_shown(run, monkeypatch):
     monkeypatch.setattr(layout_search, "candidates", lambda *layer, below, has_room: candidates(*layer))
     monkeypatch.setattr(layout_search, "_tokens_of_stock", lambda bounded: 0.0)
     assert run(search)[1] == output
+
+
+def test_layers_that_stages_do_not_divide_are_planned(run):
+    """61 layers on 16 stages, as they are trained: 4 on each, and 1 beside the logits."""
+    _, output, _ = run("--cluster h100-ib400 --model deepseek-v3-like --world 1024", "--pp 16 --ep 64 --recompute full")
+    line = output.splitlines()[-1]
+    assert "--pipeline-model-parallel-size 16" in line and "--decoder-last-pipeline-num-layers 1 " in line
 
 
 def test_what_does_not_fit_is_not_advised(run, tmp_path):
@@ -497,7 +511,10 @@ MODELS = ", ".join(KNOWN_MODELS)
             f"{MIXTRAL} --cluster pcie --world 16 --ep 16",
             "--ep 16 does not divide the model's experts 8: choose a divisor",
         ),
-        (f"{MIXTRAL} --cluster pcie --world 8 --pp 8", "--pp 8 does not divide the model's layers 4: choose a divisor"),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --pp 8",
+            "--pp 8: the model's layers 4 leave none for the last stage: choose fewer",
+        ),
         (
             "--model mixtral-8x7b,layers=4,dense_layers=4 --cluster pcie --world 8",
             "--model: dense_layers 4 leaves no MoE layer of layers 4: choose fewer",

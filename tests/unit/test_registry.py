@@ -7,6 +7,7 @@ import dataclasses
 import re
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -132,6 +133,9 @@ def test_batches_overlap_where_only_the_dispatcher_is_ours():
         refusal(f"{name} has a pipeline of its own through them: drop one of the two", name=name, **OVERLAP)
     replicated = {"tensor_model_parallel_size": 2} | OVERLAP
     refusal("splits the tokens that all TP ranks hold: add --sequence-parallel", **replicated)
+    graphed = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["moe_router"]} | OVERLAP
+    config("monta", **graphed)
+    refusal("runs no router when a step begins, by which", name="auto", **graphed)
     megatron_moe_opt.register(Options(domain_sizes=(2,)))
     try:
         config("expert-migration", **OVERLAP)
@@ -172,6 +176,18 @@ def test_a_routing_that_each_rank_draws_is_refused_where_tp_ranks_route_the_same
         config("parm", **replicated)
         reason = keeps_from_splitting_rows(config("parm", **replicated))  # what a profile chooses between
         assert reason is None if drawn is None else reason.startswith(f"{drawn} has each rank")
+    finally:
+        megatron_moe_opt.register()
+
+
+def test_rows_are_shared_out_in_a_tp_group_only_where_it_holds_a_joint_group_or_is_in_one():
+    uneven = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 3, "expert_tensor_parallel_size": 1}
+    try:
+        megatron_moe_opt.register(Options(parm_schedule="S2"))
+        refusal("--tensor-model-parallel-size 2, which neither divides", name="parm", num_moe_experts=6, **uneven)
+        config("parm", num_moe_experts=6, sequence_parallel=False, **uneven | {"expert_model_parallel_size": 6})
+        megatron_moe_opt.register(Options(parm_schedule="S1"))
+        config("parm", num_moe_experts=6, **uneven)
     finally:
         megatron_moe_opt.register()
 
@@ -446,6 +462,21 @@ def test_what_megatron_does_with_processes_is_refused_where_ours_needs_them(flag
     arguments.moe_token_dispatcher_type = "alltoall"
     checks.check_arguments(arguments, Options(), True)
     registry.check_named(["--moe-token-dispatcher-type", "alltoall", flag])
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("netmoe", "--hidden-dropout 0.1"),
+        ("auto", "--moe-token-dispatcher-type auto was written into a TransformerConfig that was made with alltoall"),
+        ("monta", None),
+    ],
+)
+def test_what_is_written_into_a_configuration_later_is_held_to_the_same(name, sentence):
+    late = config("alltoall", **MOVES | {"hidden_dropout": 0.1})
+    late.moe_token_dispatcher_type = name
+    with nullcontext() if sentence is None else pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        registry._check_again(late, name)
 
 
 def test_a_configuration_whose_checks_come_later_is_held_to_the_same():

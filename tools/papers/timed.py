@@ -76,18 +76,12 @@ class Point:
         """All that its ratios name."""
         return {variant for ratio in self.ratios for variant in (ratio.slow, ratio.fast)}
 
-    @property
-    def needs_levels(self) -> bool:
-        """Whether a prediction asks for groups of the network's levels."""
-        travel = any(variant.startswith("expert-migration") for variant in self.variants)
-        return travel or self.model is not None or FASTERMOE in self.variants
-
     def profile_settings(self) -> ProfileSettings:
         """Returns what is profiled for it, which serves all points of the same."""
         layer, ranks = self.layer, self.links.ranks
         return ProfileSettings(
             layer.tp, 1, layer.ep_size(2 * ranks), layer.expert_tp, layer.hidden, layer.ffn_hidden, layer.dtype,
-            PROFILE_SECONDS[ranks], domains=self.needs_levels,
+            PROFILE_SECONDS[ranks],
         )  # fmt: skip
 
 

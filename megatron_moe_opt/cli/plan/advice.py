@@ -12,8 +12,12 @@ SENDS_LESS = 0.9
 """The largest ratio of what a rank sends to what it sends under stock, in bytes, at which that is given as a reason."""
 
 
-def advice(case: Case) -> str:
-    """Returns what to run, what to expect of it and why; or why stock is best."""
+def advice(case: Case, fastest_of_stock: Case | None) -> str:
+    """Returns what to run, what to expect of it and why; or why stock is best.
+
+    Args:
+        fastest_of_stock: the layout that is best for stock, where layouts have been searched.
+    """
     chosen, stock = case.chosen, case.stock
     if chosen.variant == ALLTOALL:
         return (
@@ -30,7 +34,8 @@ def advice(case: Case) -> str:
             f"Use {chosen.variant}: the fastest of what fits; stock alltoall needs {case.memory(stock) / GIB:.1f} GiB. "
             f"A MoE layer is predicted to take {_ms(chosen.seconds)} ms, stock's {_ms(stock.seconds)}."
         )
-    return f"Use {chosen.variant}: {_gain(case)}, because {_reason(chosen, stock)}. Predicted, not measured."
+    gain, reason = _gain(case, fastest_of_stock), _reason(chosen, stock)
+    return f"Use {chosen.variant}: {gain}, because {reason}. Predicted, not measured."
 
 
 def expansion_advice(expansion: Expansion) -> str:
@@ -63,13 +68,20 @@ def does_not_fit(case: Case) -> str:
     )
 
 
-def _gain(case: Case) -> str:
+def _gain(case: Case, fastest_of_stock: Case | None) -> str:
     chosen, stock = case.chosen, case.stock
-    layers = f"MoE layers {stock.seconds / chosen.seconds:.2f} times as fast as with stock alltoall"
-    step, of_stock = case.step(chosen), case.step(stock)
-    if step is None:
-        return layers
-    return f"{layers}, {step.tokens_per_second / of_stock.tokens_per_second - 1:.0%} more tokens a second"
+    gains = [f"MoE layers {stock.seconds / chosen.seconds:.2f} times as fast as with stock alltoall"]
+    if case.site.device is not None:
+        rate, of_stock = (case.step(one).tokens_per_second for one in (chosen, stock))
+        gains.append(f"{rate / of_stock - 1:.0%} more tokens a second than stock in this layout")
+        if fastest_of_stock is not None:
+            there, layout = fastest_of_stock, fastest_of_stock.site.layout
+            gain = rate / there.step(there.stock).tokens_per_second - 1
+            gains.append(
+                f"{gain:.0%} more than stock in its own best (TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, "
+                f"expert-TP {layout.expert_tp})"
+            )
+    return ", ".join(gains)
 
 
 def _reason(chosen: Prediction, stock: Prediction) -> str:

@@ -108,23 +108,33 @@ class Case:
         return next((one for one in self.candidates if one.family == family), None)
 
     def memory(self, one: Prediction) -> float:
-        """Returns bytes of a GPU of the first stage: stock's, and what the candidate's layers hold more, or less.
-
-        Where all layers are run again, one MoE layer at a time holds what it holds otherwise.
+        """Returns bytes of a GPU of the pipeline stage that holds most: stock's, and what the candidate's layers hold
+        more, or less.
         """
         return self._memory(one.activation_bytes)
 
     def _memory(self, held: int) -> float:
-        settings, model, layout = self.settings, self.model, self.site.layout
-        of_stock = training_memory(
-            model, layout, settings.micro_batch, self.sequence, settings.micro_batches, recompute=settings.recompute
-        )
         more = held - activation_bytes(self.workload, self.workload.rows, 1, "none")
-        if settings.recompute == RECOMPUTE[-1]:
-            of_layer = layer_activations(model, layout, settings.micro_batch, self.sequence)
-            return of_stock.total + sum(of_layer.values()) + more
-        layers = model.layers // layout.pp - min(model.dense_layers, model.layers // layout.pp)
-        return of_stock.total + layers * min(layout.pp, settings.micro_batches) * more
+        return max(of_stock + layers * more for of_stock, layers in self._stages)
+
+    @cached_property
+    def _stages(self) -> list[tuple[float, int]]:
+        """Bytes of a GPU of each telling stage under stock, and how often it holds what a MoE layer keeps. Where all
+        layers are run again, one at a time does.
+        """
+        settings, model, layout = self.settings, self.model, self.site.layout
+        found = []
+        for stage in model.telling_stages(layout):
+            of_stock = training_memory(
+                model, layout, settings.micro_batch, self.sequence, settings.micro_batches, stage, settings.recompute
+            ).total
+            layers = model.moe_layers(layout, stage)
+            if settings.recompute == RECOMPUTE[-1]:
+                again = layer_activations(model, layout, settings.micro_batch, self.sequence, moe=layers > 0)
+                found.append((of_stock + sum(again.values()), min(layers, 1)))
+            else:
+                found.append((of_stock, layers * min(layout.pp - stage, settings.micro_batches)))
+        return found
 
     def fits(self, one: Prediction) -> bool:
         """Whether a GPU can hold the candidate within FITS of its memory; True where a GPU's memory is not known."""
@@ -161,8 +171,7 @@ class Case:
             model, layout, self.site.device, settings.micro_batch, self.sequence, 1, 0.0, with_experts=True
         )
         computes = alone.step_seconds / layout.pp  # of one stage, without the experts
-        moe_layers = (model.layers - model.dense_layers) / layout.pp
-        of_layers = moe_layers * ((one.seconds - one.exposed) / 3 + one.exposed / 2)
+        of_layers = model.most_moe_layers(layout) * ((one.seconds - one.exposed) / 3 + one.exposed / 2)
         return computes / 3 + of_layers + self._besides.micro_batch / 2
 
     def plan(self) -> Plan:

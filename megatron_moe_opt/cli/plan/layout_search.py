@@ -70,6 +70,8 @@ class Searched:
 
     cases: tuple[Case, ...]
     """The SHOWN fastest cases, each with predictions of what runs its MoE layers fastest, not of all candidates."""
+    stock: Case | None
+    """The case in which stock `alltoall` has the most tokens a second; None where it fits in none."""
     compared: int
     """The number of arrangements of layout, micro-batch and recomputation that may fit."""
     too_large: int
@@ -126,7 +128,7 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
                 found = sorted([*found, case], key=lambda one: -one.step(one.chosen).tokens_per_second)[:SHOWN]
     if not found:
         raise ConfigurationError(f"--world {world}: no layout holds the model's activations: take more GPUs, or --cp")
-    return Searched(tuple(found), len(small), len(of_step) - len(small))
+    return Searched(tuple(found), _fastest_of_stock(bounded), len(small), len(of_step) - len(small))
 
 
 def _bounded(settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangement]) -> list[Case]:
@@ -174,6 +176,13 @@ def _tokens_of_stock(bounded: Iterable[Case]) -> float:
     return sorted(found)[-SHOWN] * (1 - 1e-6) if len(found) >= SHOWN else 0.0  # stock itself is to be shown, too
 
 
+def _fastest_of_stock(bounded: Iterable[Case]) -> Case | None:
+    """Returns the arrangement that one would choose for stock, which another dispatcher has to be held against."""
+    of_stock = [replace(one, candidates=one.candidates[1:]) for one in bounded]  # not the one that hides what it sends
+    fitting = [one for one in of_stock if one.fits(one.stock)]
+    return max(fitting, key=lambda one: one.step(one.stock).tokens_per_second, default=None)
+
+
 def _seconds_for(bound: Case, least: float) -> float:
     """Returns what a MoE layer may take, so that a step has more than so many tokens a second if it hides all that it
     communicates: with as many seconds, and with more, no step has.
@@ -195,14 +204,19 @@ def _seconds_for(bound: Case, least: float) -> float:
 
 
 def _least_memory(model: ModelShape, one: Arrangement, sequence: int) -> float:
-    """Returns bytes that a GPU of the first stage holds even where its experts save nothing."""
-    memory = training_memory(model, one.layout, one.micro_batch, sequence, one.micro_batches, recompute=one.recompute)
-    if one.recompute == RECOMPUTE[-1]:
-        return memory.total
-    terms = layer_activations(model, one.layout, one.micro_batch, sequence)
-    moe_layers = (model.layers - model.dense_layers) / one.layout.pp
+    """Returns bytes that a GPU of the pipeline stage that holds most has even where its experts save nothing."""
+    layout = one.layout
+    terms = layer_activations(model, layout, one.micro_batch, sequence)
     of_experts = sum(size for name, size in terms.items() if name.startswith("expert"))
-    return memory.total - of_experts * moe_layers * min(one.layout.pp, one.micro_batches)
+    if one.recompute == RECOMPUTE[-1]:
+        of_experts = 0
+
+    def held(stage: int) -> float:
+        memory = training_memory(model, layout, one.micro_batch, sequence, one.micro_batches, stage, one.recompute)
+        passes = model.moe_layers(layout, stage) * min(layout.pp - stage, one.micro_batches)
+        return memory.total - of_experts * passes
+
+    return max(map(held, model.telling_stages(layout)))
 
 
 def layouts_table(searched: Searched) -> Table:
@@ -210,17 +224,17 @@ def layouts_table(searched: Searched) -> Table:
     table = table_of(
         "Layouts that fit, a training step of each",
         ("dispatcher", "TP", "PP", "EP", "expert-TP", "batch", "recompute", "tokens/s", "x stock", "MFU", "GiB"),
-        caption=f"batch: sequences of a micro-batch; tokens/s of a GPU; x stock: times stock alltoall's in the same "
-        f"layout; GiB of a GPU of the first stage. {searched.compared} layouts with micro-batches and recomputation "
-        f"compared, {searched.too_large} do not fit",
+        caption=f"batch: sequences of a micro-batch; tokens/s of a GPU; x stock: times those of stock alltoall in "
+        f"its own best layout; GiB of a GPU of the fullest stage. {searched.compared} layouts with micro-batches and "
+        f"recomputation compared, {searched.too_large} do not fit",
     )
     table.padding = (0, 0)  # for 100 columns
     for number, case in enumerate(searched.cases):
-        table.add_row(*_cells(case), style="bold" * (number == 0))
+        table.add_row(*_cells(case, searched.stock), style="bold" * (number == 0))
     return table
 
 
-def _cells(case: Case) -> tuple[str, ...]:
+def _cells(case: Case, stock: Case | None) -> tuple[str, ...]:
     layout, chosen = case.site.layout, case.chosen
     step = case.step(chosen)
     return (
@@ -228,7 +242,7 @@ def _cells(case: Case) -> tuple[str, ...]:
         *map(str, (layout.tp, layout.pp, layout.ep, layout.expert_tp, case.settings.micro_batch)),
         case.settings.recompute,
         f"{step.tokens_per_second:.0f}",
-        f"{step.tokens_per_second / case.step(case.stock).tokens_per_second:.2f}",
+        "-" if stock is None else f"{step.tokens_per_second / stock.step(stock.stock).tokens_per_second:.2f}",
         f"{step.mfu:.1%}",
         f"{case.memory(chosen) / GIB:.1f}",
     )

@@ -89,11 +89,11 @@ def report_plan(
     flag = f"--output {output}" if output is not None else "--explain" if explain else drawing.flag
     if len(settings.sequences) > 1 and flag is not None:
         raise ConfigurationError(f"{flag} is of one length of sequences: give --sequence a single number")
-    model, console = settings.model_shape(), report_console(WIDTH)
+    model, console, stock = settings.model_shape(), report_console(WIDTH), None
     if wanted is not None:
         searched = search(settings, model, wanted)
         console.print(layouts_table(searched))
-        cases = [searched.cases[0].predicted()]
+        cases, stock = [searched.cases[0].predicted()], searched.stock
     else:
         site = site_of(settings, model)
         cases = [Case.of(settings, model, site, sequence) for sequence in settings.sequences]
@@ -121,7 +121,7 @@ def report_plan(
     if output is not None:
         case.plan().save(output)
         say_written(output, console)
-    say(console, advice(case))
+    say(console, advice(case, stock))
     if case.expansion is not None:
         say(console, expansion_advice(case.expansion))
     say(console, "Flags for Megatron-LM, behind `python -m megatron_moe_opt.launch pretrain_gpt.py`:")
@@ -157,6 +157,8 @@ def megatron_flags(case: Case, plan: Path | None) -> list[str]:
         "--global-batch-size": settings.micro_batch * settings.micro_batches * site.layout.dp,
     }
     flags = [*layout, *DISTRIBUTED_OPTIMIZER, *RECOMPUTE_FLAGS[settings.recompute]]
+    if case.model.layers % site.layout.pp:
+        sizes["--decoder-last-pipeline-num-layers"] = len(case.model.of_stage(site.layout, site.layout.pp - 1))
     flags += [part for flag, size in sizes.items() for part in (flag, str(size))]
     name, options = split_variant(case.chosen.variant, None)
     if options.experts_may_travel:
@@ -196,7 +198,7 @@ def _candidates_table(case: Case, everything: bool) -> Table:
         "A MoE layer with its experts, forward and backward of a micro-batch",
         [*headers, "tokens/s", "MFU"] if case.site.device else headers,
         caption="exposed: a collective runs and no expert computes; MB of 10^6: what a GPU sends; held: rows, and what "
-        "experts save; GPU: all memory, of the first pipeline stage, with sequence parallelism; tokens/s of a GPU"
+        "experts save; GPU: all memory, of the fullest pipeline stage, with sequence parallelism; tokens/s of a GPU"
         + (f"; {hidden} slower ones: --all" if hidden else ""),
     )
     table.add_column("")

@@ -163,7 +163,7 @@ def workload_of(settings: PlanSettings, model: ModelShape, site: Site, sequence:
         workers=site.workers,
         placement_saving=settings.placement_saving,
         fused=True,
-        resident_part=resident_part((model.layers - model.dense_layers) / layout.pp, Options().resident_limit),
+        resident_part=resident_part(model.most_moe_layers(layout), Options().resident_limit),
     )
 
 
@@ -254,10 +254,13 @@ def check_model(model: ModelShape, layout: Layout) -> None:
         ("heads", model.heads, "kv_heads", model.kv_heads or model.heads),
         ("experts", model.experts, "--ep", layout.ep),
         ("ffn", model.ffn, "--expert-tp", layout.expert_tp),
-        ("layers", model.layers, "--pp", layout.pp),
     ):
         if size % divisor:
             raise ConfigurationError(f"{by} {divisor} does not divide the model's {name} {size}: choose a divisor")
+    if not model.fills(layout.pp):
+        raise ConfigurationError(
+            f"--pp {layout.pp}: the model's layers {model.layers} leave none for the last stage: choose fewer"
+        )
     if model.dense_layers >= model.layers:
         raise ConfigurationError(
             f"--model: dense_layers {model.dense_layers} leaves no MoE layer of layers {model.layers}: choose fewer"

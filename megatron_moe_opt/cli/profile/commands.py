@@ -21,13 +21,6 @@ def profile(
     seconds: Annotated[
         float, typer.Option(min=1.0, callback=finite, help="Time to measure for; less time, smaller sizes.")
     ] = 90.0,
-    domains: Annotated[
-        bool,
-        typer.Option(
-            "--domains",
-            help="Also expert-migration's codec, and groups of domains of every size at every level.",
-        ),
-    ] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("cluster.json"),
 ) -> None:
     """Measure this cluster: what every move of rows, and an expert, costs on these ranks and groups.
@@ -37,5 +30,5 @@ def profile(
     """
     from megatron_moe_opt.cli.profile.run import ProfileSettings, profile_cluster
 
-    settings = ProfileSettings(tp, cp, ep, expert_tp, hidden, ffn_hidden, dtype.value, seconds, domains)
+    settings = ProfileSettings(tp, cp, ep, expert_tp, hidden, ffn_hidden, dtype.value, seconds)
     profile_cluster(settings, output)

@@ -33,8 +33,6 @@ class ProfileSettings:
     dtype: str
     """Type of the rows: fp32 or bf16."""
     seconds: float
-    domains: bool = False
-    """Whether to measure the groups of expert domains too."""
 
     def layout(self, world: int) -> Layout:
         """Returns the groups that these sizes make on `world` ranks.
@@ -80,8 +78,8 @@ def measured(settings: ProfileSettings, device: torch.device) -> Cluster:
 
     layout = settings.layout(dist.get_world_size())
     node_of = discover_nodes().node_of
-    workers = find_levels([node_of[rank] for rank in layout.first_group("ep")]) if settings.domains else ()
-    sizes = Sizes(settings.hidden, settings.ffn_hidden, settings.dtype, workers, codec=settings.domains)
+    workers = find_levels([node_of[rank] for rank in layout.first_group("ep")])
+    sizes = Sizes(settings.hidden, settings.ffn_hidden, settings.dtype, workers, codec=True)
     with (
         parallel_layer(layout.tp, layout.ep, layout.expert_tp, seed=1, cp=layout.cp),
         progress("measuring", dist.get_rank() == 0) as tell,

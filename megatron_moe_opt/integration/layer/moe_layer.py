@@ -66,9 +66,11 @@ def impose_routing(layer: MoELayer, experts: torch.Tensor) -> None:
 
     Args:
         layer: of a configuration with moe_enable_routing_replay.
-        experts: int64 [tokens, topk]. A router that sees its TP rank's part of the tokens gets the rows of that part.
+        experts: int64 [tokens, topk], topk different ones. A router that sees its TP rank's part of the tokens gets the
+            rows of that part.
     """
     router = layer.router
+    layer.config.moe_enable_routing_replay = False  # the router has it; dispatchers may count on topk rows a token
     router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def choose(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:

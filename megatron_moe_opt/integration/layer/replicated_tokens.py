@@ -33,8 +33,8 @@ def holds_replicated_tokens(config: Any) -> bool:
 
 
 def keeps_from_splitting_rows(config: Any) -> str | None:
-    """Returns why S2 would train another function than S1 where TP ranks hold the same tokens, beginning with a flag;
-    None: it would not.
+    """Returns why S2 would train another function than S1 where TP ranks hold the same tokens, or would have them
+    disagree, beginning with a flag; None: neither.
 
     Random logits come from the generator of expert parallelism, which differs over TP; jitter from the default one,
     which is the same only as long as all TP ranks draw as much from it: over Gloo, where it is the CPU's, the one that
@@ -48,6 +48,14 @@ def keeps_from_splitting_rows(config: Any) -> str | None:
         return f"{drawn} has each rank of a TP group route the tokens that all of them hold in its own way"
     if config.calculate_per_token_loss and (config.moe_z_loss_coeff or _has_aux_loss(config.moe_aux_loss_coeff)):
         return "--calculate-per-token-loss counts a router's losses once for each token that it sees, on all TP ranks"
+    tp = config.tensor_model_parallel_size
+    joint = config.expert_model_parallel_size * config.expert_tensor_parallel_size
+    if max(tp, joint) % min(tp, joint):
+        return (
+            f"--tensor-model-parallel-size {tp}, which neither divides --expert-model-parallel-size x "
+            f"--expert-tensor-parallel-size = {joint} nor is divided by it, has ranks of a TP group exchange rows with "
+            "others, whose numbers of rows each of these groups would go by"
+        )
     return None
 
 

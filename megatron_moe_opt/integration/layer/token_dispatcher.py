@@ -65,8 +65,9 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         elif config.moe_pad_expert_input_to_capacity:
             routed = routing_map.size(0) * config.moe_router_topk
             capacity = get_capacity(routed, config.num_moe_experts, config.moe_expert_capacity_factor)
-        elif config.moe_expert_capacity_factor is None:
-            num_rows = routing_map.size(0) * config.moe_router_topk  # dropless: known without asking the device
+        elif config.moe_expert_capacity_factor is None and not config.moe_enable_routing_replay:
+            # Dropless: known without asking the device. A replayed routing may name an expert twice for a token.
+            num_rows = routing_map.size(0) * config.moe_router_topk
         packed, self._dispatched = self.dispatcher.permute(
             tokens.reshape(-1, tokens.size(-1)).contiguous(),
             probs.contiguous(),

@@ -71,10 +71,8 @@ class Sizes:
     """Middle size of a whole expert, before expert-TP cuts it."""
     dtype: str
     """Type of the rows: fp32 or bf16."""
-    workers: tuple[int, ...] = ()
-    """The workers of each network level of the expert-parallel groups, to measure the groups of expert domains;
-    empty: these are not measured.
-    """
+    workers: tuple[int, ...]
+    """The workers of each network level of the expert-parallel groups, whose groups of expert domains are measured."""
     codec: bool = False
     """Whether to measure how experts that travel are encoded and decoded, and their gradients."""
 

@@ -12,7 +12,7 @@ from megatron_moe_opt.row_format import SAME, Wire, WireFormat
 from megatron_moe_opt.schedules.schedule import Kind
 
 
-def resident_part(layers: float, limit: int | None) -> float:
+def resident_part(layers: int, limit: int | None) -> float:
     """Returns the LayerWorkload.resident_part of a rank that has so many MoE layers.
 
     Args:

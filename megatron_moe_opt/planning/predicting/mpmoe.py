@@ -192,7 +192,7 @@ def no_hops(layer: LayerOnCluster) -> str | None:
     for level in range(domains.levels):
         ranks = domains.domains(level)
         if ranks > 1 and (Kind.ALL_TO_ALL, level, ranks) not in curves:
-            return f"no all-to-all of {ranks} ranks at network level {level} was measured: moe-opt profile --domains"
+            return f"no all-to-all of {ranks} ranks at network level {level} was measured: use moe-opt profile"
     return None
 
 

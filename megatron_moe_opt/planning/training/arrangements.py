@@ -39,8 +39,9 @@ def arrangements(
 ) -> Iterator[Arrangement]:
     """Yields all arrangements of a step that Megatron takes, without regard to memory.
 
-    TP and expert-TP are powers of two inside a node; pipeline stages have equally many layers. With flash attention
-    selective recomputation frees next to nothing, and is not tried.
+    TP and expert-TP are powers of two inside a node. The number of pipeline stages divides the layers, or is a power of
+    two, where the last stage has fewer. With flash attention selective recomputation frees next to nothing, and is not
+    tried.
 
     Args:
         node: GPUs of a node.
@@ -51,7 +52,8 @@ def arrangements(
     micro_batches = MICRO_BATCHES if micro_batch is None else (micro_batch,)
     recomputes = (RECOMPUTE[0], RECOMPUTE[-1]) if recompute is None else (recompute,)
     inside = [size for size in _powers_of_two(node) if node % size == 0]
-    for pp, tp, expert_tp, ep in product(_divisors(model.layers), inside, inside, _divisors(model.experts)):
+    stages = sorted({*_divisors(model.layers), *filter(model.fills, _powers_of_two(model.layers))})
+    for pp, tp, expert_tp, ep in product(stages, inside, inside, _divisors(model.experts)):
         layout = _layout(model, world, tp, cp, pp, ep, expert_tp)
         if layout is None or global_batch % layout.dp:
             continue

@@ -179,13 +179,13 @@ def training_memory(
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute {recompute} is not one of {', '.join(RECOMPUTE)}")
     states = state_memory(model, layout, stage, each=each)
-    per_stage = model.layers // layout.pp
+    moe_layers = model.moe_layers(layout, stage)
     activations = 0
-    for layer in range(stage * per_stage, (stage + 1) * per_stage):
-        terms = layer_activations(model, layout, micro_batch, sequence, moe=layer >= model.dense_layers)
+    for moe, layers in ((True, moe_layers), (False, len(model.of_stage(layout, stage)) - moe_layers)):
+        terms = layer_activations(model, layout, micro_batch, sequence, moe=moe)
         if recompute == "selective":
             del terms["attention"]
         if recompute == "full":
             terms = {"layer input": BF16 * micro_batch * sequence // layout.cp // layout.tp * model.hidden}
-        activations += sum(terms.values())
+        activations += layers * sum(terms.values())
     return replace(states, activations=float(activations * min(layout.pp - stage, micro_batches)))

@@ -63,6 +63,32 @@ class ModelShape:
         """Elements of a token's keys, and of its values."""
         return self.query_size // self.heads * (self.kv_heads or self.heads)
 
+    def fills(self, stages: int) -> bool:
+        """Whether so many pipeline stages can all have layers: see `of_stage`."""
+        return (stages - 1) * -(-self.layers // stages) < self.layers
+
+    def of_stage(self, layout: Layout, stage: int) -> range:
+        """Returns the numbers of a stage's layers, from 0: as many on each but the last, which has the rest."""
+        each = -(-self.layers // layout.pp)
+        return range(stage * each, min((stage + 1) * each, self.layers))
+
+    def moe_layers(self, layout: Layout, stage: int) -> int:
+        """Returns how many of a pipeline stage's layers have experts."""
+        layers = self.of_stage(layout, stage)
+        return layers.stop - min(max(layers.start, self.dense_layers), layers.stop)
+
+    def telling_stages(self, layout: Layout) -> set[int]:
+        """Returns the pipeline stages among which are the one that holds most and the one that takes longest: the first
+        ones, up to the first without dense layers, and the last, with the logits. Those between are like the former of
+        the two, with fewer micro-batches under way.
+        """
+        of_experts = -(-self.dense_layers // len(self.of_stage(layout, 0)))
+        return {*range(min(of_experts, layout.pp - 1) + 1), layout.pp - 1}
+
+    def most_moe_layers(self, layout: Layout) -> int:
+        """Returns the MoE layers of the pipeline stage that has most of them."""
+        return max(self.moe_layers(layout, stage) for stage in self.telling_stages(layout))
+
     def parameters(self, layout: Layout, stage: int = 0) -> Parameters:
         """Returns the parameters that one rank of a pipeline stage holds.
 
@@ -70,13 +96,10 @@ class ModelShape:
             ConfigurationError: a size that its parallelism does not divide.
         """
         self._refuse(layout)
-        per_stage = self.layers // layout.pp
-        first = stage * per_stage
-        dense_layers = min(max(self.dense_layers - first, 0), per_stage)
-        moe_layers = per_stage - dense_layers
+        of_stage, moe_layers = len(self.of_stage(layout, stage)), self.moe_layers(layout, stage)
         norm = self.norm_parameters * self.hidden
-        dense = per_stage * (self._attention(layout.tp) + 2 * norm)
-        dense += dense_layers * self._mlp(self.dense_ffn, layout.tp)
+        dense = of_stage * (self._attention(layout.tp) + 2 * norm)
+        dense += (of_stage - moe_layers) * self._mlp(self.dense_ffn, layout.tp)
         dense += moe_layers * self.experts * (self.hidden + self.bias)  # router
         if self.shared_ffn:
             dense += moe_layers * self._mlp(self.shared_ffn, layout.tp)
@@ -126,8 +149,12 @@ class ModelShape:
         return self.hidden * (first + ffn // tp) + bias
 
     def _refuse(self, layout: Layout) -> None:
+        if not self.fills(layout.pp):
+            raise ConfigurationError(
+                f"layers = {self.layers} cannot be divided among pp = {layout.pp} stages, of equal ones and a last; "
+                "change one of them"
+            )
         for name, size, by, divisor in (
-            ("layers", self.layers, "pp", layout.pp),
             ("heads", self.heads, "tp", layout.tp),
             ("kv_heads", self.kv_heads or self.heads, "tp", layout.tp),
             ("vocabulary", self.vocabulary, "tp", layout.tp),

@@ -19,7 +19,7 @@ class StepCosts:
     """Seconds of a step that throughput() adds to those of computing and of MoE layers."""
 
     micro_batch: float = 0.0
-    """Seconds of each micro-batch on a pipeline stage."""
+    """Seconds of each micro-batch on the pipeline stage with most of them."""
     gradients: float = 0.0
     """Seconds of reducing gradients and gathering parameters, once a step, beside the last micro-batch."""
 
@@ -31,8 +31,9 @@ def communication(
 
     Over TP an all-gather and a reduce-scatter of a stage's tokens at the attention of every layer, at dense MLPs and at
     shared experts, forward and backward, and between stages the tokens and their gradients: nothing computes meanwhile.
-    Over the data-parallel ranks a reduce-scatter of float32 gradients and an all-gather of parameters, of the first
-    stage, as of Megatron's distributed optimizer. Context parallelism's exchange of keys and values is not in it.
+    Over the data-parallel ranks a reduce-scatter of float32 gradients and an all-gather of parameters, of the stage for
+    which they take longest, as of Megatron's distributed optimizer. Context parallelism's exchange of keys and values
+    is not in it.
 
     Args:
         tokens: of a micro-batch on the context-parallel rank, before TP splits them.
@@ -45,15 +46,20 @@ def communication(
     def both(group: str, gathered: float, scattered: float) -> float:
         return seconds(Kind.ALL_GATHER, group, gathered) + seconds(Kind.REDUCE_SCATTER, group, scattered)
 
-    per_stage = model.layers / layout.pp
-    dense = model.dense_layers / layout.pp
-    blocks = per_stage + dense + (per_stage - dense if model.shared_ffn else 0)
+    def blocks(stage: int) -> int:
+        layers, moe_layers = len(model.of_stage(layout, stage)), model.moe_layers(layout, stage)
+        return 2 * layers if model.shared_ffn else 2 * layers - moe_layers
+
+    def gradients(stage: int) -> float:
+        held = model.parameters(layout, stage)
+        return sum(
+            both(group, element_bytes * parameters, FP32 * parameters)
+            for group, parameters in (("dp", held.dense), ("expert-dp", held.expert))
+        )
+
+    stages = model.telling_stages(layout)
     of_tokens = tokens * model.hidden * element_bytes
-    held = model.parameters(layout)
-    gradients = sum(
-        both(group, element_bytes * parameters, FP32 * parameters)
-        for group, parameters in (("dp", held.dense), ("expert-dp", held.expert))
-    )
     # Two neighbours that gather send half of what they have together.
     between_stages = 2 * seconds(Kind.ALL_GATHER, STAGES, 2 * of_tokens / layout.tp)
-    return StepCosts(2 * blocks * both("tp", of_tokens, of_tokens) + between_stages, gradients)
+    of_blocks = 2 * max(map(blocks, stages)) * both("tp", of_tokens, of_tokens)
+    return StepCosts(of_blocks + between_stages, max(map(gradients, stages)))

@@ -53,8 +53,8 @@ def throughput(
 ) -> Throughput:
     """Returns the time of a step in which every GPU computes its share and waits for its exchanges.
 
-    The last pipeline stage, which computes the logits too, sets the pace. Gradients are reduced beside the last
-    micro-batch, and what of that takes longer is added.
+    The pipeline stage that takes longest sets the pace, of equal ones the last, which computes the logits too.
+    Gradients are reduced beside the last micro-batch, and what of that takes longer is added.
 
     Args:
         micro_batch: sequences.
@@ -71,14 +71,20 @@ def throughput(
     if not (device.peak_flops > 0 and 0 < device.efficiency <= 1):
         raise ValueError(f"peak {device.peak_flops} FLOP/s at efficiency {device.efficiency} is not a device")
     tokens = micro_batch * sequence
-    flops = tokens * flops_per_token(model, sequence) / (layout.tp * layout.cp * layout.pp)  # of one GPU
-    speed = device.peak_flops * device.efficiency
-    moe_layers = (model.layers - model.dense_layers) / layout.pp
-    experts = 6.0 * tokens * model.expert_matrices / (layout.tp * layout.cp) if with_experts else 0.0
+    flops = tokens * flops_per_token(model, sequence) / (layout.tp * layout.cp * layout.pp)  # of one GPU, in the mean
     besides = besides or StepCosts()
-    logits = 6.0 * tokens * model.hidden * model.vocabulary / (layout.tp * layout.cp)
-    flops_of_stage = flops + logits * (1 - 1 / layout.pp)
-    one = (flops_of_stage - moe_layers * experts) / speed + moe_layers * exchange_seconds + besides.micro_batch
+
+    def seconds(stage: int) -> float:
+        layers, moe_layers = len(model.of_stage(layout, stage)), model.moe_layers(layout, stage)
+        matrices = moe_layers * model.layer_matrices() + (layers - moe_layers) * model.layer_matrices(moe=False)
+        if stage == layout.pp - 1:
+            matrices += model.hidden * model.vocabulary
+        if with_experts:
+            matrices -= moe_layers * model.expert_matrices
+        computed = 6.0 * tokens * (matrices + layers * sequence * model.query_size) / (layout.tp * layout.cp)
+        return computed / (device.peak_flops * device.efficiency) + moe_layers * exchange_seconds
+
+    one = max(map(seconds, model.telling_stages(layout))) + besides.micro_batch
     step = one * (micro_batches + layout.pp - 1) + max(0.0, besides.gradients - one)
     tokens_of_step = tokens * micro_batches * layout.dp
     return Throughput(

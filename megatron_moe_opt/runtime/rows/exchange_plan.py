@@ -226,6 +226,8 @@ def share_out(counts: torch.Tensor, ep_rank: int, etp_rank: int, sharing: Sharin
     copies, (ep_size, etp_size, _) = sharing.copies, counts.shape
     copies.check_alike(counts, None if sharing.beyond is None else sharing.beyond.wait())
     sent, rows, total = _C.share_out(counts, copies.tp_ranks, copies.group.size(), ep_rank, etp_rank)
-    mean_phase = total * sharing.row_bytes / (ep_size * etp_size * ep_size)
+    # By what all ranks have, not by what these send: a TP group of several joint groups, whose rows are the same and
+    # whose parts are not, gathers phase by phase too.
+    mean_phase = total / copies.group.size() * sharing.row_bytes / (ep_size * etp_size * ep_size)
     in_phases = sharing.overlap and mean_phase >= MIN_PHASE_BYTES
     return sent, Parts(copies.group, copies.ep_ranks, rows, ep_size if in_phases else 1)
