@@ -56,10 +56,11 @@ def _profile(seconds, sizes, **options):
             {"tp": 2, "expert_tp": 2},
             World((0, 0, 1, 1), tp=2, cp=1, ep=2, expert_tp=2),
             {(kind, role) for kind in GATHERS for role in ("tp", "expert-tp", "dp")}
-            | {(Kind.ALL_TO_ALL, role) for role in ("ep", JOINT)},
+            | {(Kind.ALL_TO_ALL, role) for role in ("ep", JOINT)}
+            | {(Kind.ALL_TO_ALL, expert_migration.role(Kind.ALL_TO_ALL, (2,), 0, 2))},  # experts are cut: none travels
         ),
         (
-            {"cp": 2, "dtype": "bf16", "domains": True},
+            {"cp": 2, "dtype": "bf16"},
             World((0, 0, 1, 1), tp=1, cp=2, ep=4, expert_tp=1),
             {(kind, role) for kind in GATHERS for role in ("cp", "dp")}
             | {(Kind.ALL_TO_ALL, "ep")}
