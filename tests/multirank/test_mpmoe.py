@@ -240,6 +240,7 @@ WHOLE, BOTH = ({"tp": 2, "ep": 2, "etp": etp} for etp in (1, 2))
         (BOTH | {"cp": 2}, {}, None, {"partitions": 2, "memory_reuse": "S4"}),
         ({"tp": 4, "ep": 1, "etp": 4}, {}, None, {"partitions": 3}),
         ({"tp": 4, "ep": 4, "etp": 1}, {"moe_router_topk": 3}, None, {"partitions": 3, "memory_reuse": "S1"}),
+        ({"tp": 4, "ep": 2, "etp": 1}, {"moe_router_topk": 3}, None, {"partitions": 3}),
         ({"tp": 2, "ep": 4, "etp": 1}, {}, None, {"partitions": 3, "network_levels": (2, 2), "domain_sizes": (2, 1)}),
     ],
     ids=str,

@@ -75,14 +75,12 @@ def gather_over_tp(part: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def sum_over_tp(grad: torch.Tensor) -> torch.Tensor:
-    """Sums gradients over TP, as Megatron does with those of replicated weights at the end of
-    a sequence-parallel step.
+def sum_over(group: Any, grad: torch.Tensor) -> torch.Tensor:
+    """Sums gradients over the ranks of a group, as Megatron does at the end of a step: over TP
+    those of replicated weights of a sequence-parallel one, over expert data parallelism those of experts.
     """
-    from megatron.core import parallel_state
-
     total = grad.clone()
-    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    dist.all_reduce(total, group=group)
     return total
 
 
@@ -102,6 +100,7 @@ def compare_replicated(
         frozen: the router is not trained in a first pass.
         options: of ours.
     """
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     import megatron_moe_opt
@@ -146,7 +145,13 @@ def compare_replicated(
         for name, parameter in stock.named_parameters():
             # Stock marks biases of experts too, and would add up those of different ones.
             replicated = getattr(parameter, "sequence_parallel", False) and not name.startswith("experts.")
-            expected[name] = sum_over_tp(parameter.grad) if replicated else parameter.grad
+            over_tp = parallel_state.get_tensor_model_parallel_group()
+            expected[name] = sum_over(over_tp, parameter.grad) if replicated else parameter.grad
+        for name in (name for name in expected if name.startswith("experts.")):
+            # Shared out behind the router, rows of a TP group that holds several groups of experts are others' than
+            # stock's in each, and the same in all.
+            same_experts = parallel_state.get_expert_data_parallel_group()
+            found[name], expected[name] = (sum_over(same_experts, one[name]) for one in (found, expected))
     assert found.keys() == expected.keys() and any("router" in name for name in found)
     return {name: difference(found[name], expected[name]) for name in expected}
 
@@ -189,6 +194,7 @@ SPLIT_AFTER_THE_GATE = [
     *(({"tp": 2, "ep": 2, "etp": 2}, extra, None) for extra in (SHARED, GATED, RECOMPUTE, Z_LOSS)),
     ({"tp": 2, "ep": 2, "etp": 1}, SHARED | {"moe_shared_expert_overlap": True}, None),
     ({"tp": 2, "ep": 2, "etp": 2, "cp": 2}, {}, None),
+    ({"tp": 4, "ep": 2, "etp": 1}, {}, None),
     ({"tp": 2, "ep": 2, "etp": 2}, {"moe_router_load_balancing_type": "seq_aux_loss"}, None),
     ({"tp": 2, "ep": 2, "etp": 2}, {"moe_router_load_balancing_type": "global_aux_loss"}, None),
 ]
