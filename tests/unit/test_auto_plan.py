@@ -20,7 +20,7 @@ from megatron_moe_opt.integration.auto import controller as controlling
 from megatron_moe_opt.integration.auto import first_step, step_clock
 from megatron_moe_opt.integration.auto.auto_layer import current_controller
 from megatron_moe_opt.integration.auto.controller import Controller
-from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen
+from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen, SeenExperts
 from megatron_moe_opt.integration.auto.look import passes_held
 from megatron_moe_opt.integration.auto.memory_room import COMMUNICATOR_BYTES, MOST_OF_FREE, Room
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
@@ -189,6 +189,39 @@ def test_samples_move_in_trials_only_where_that_may_be_the_fastest_and_trains_al
     assert "send 0.0% less between nodes and take 0.60 of alltoall's time (monta:O1 0.50): too little" in without
     times["netmoe:hops"] = 1.6
     assert refused(seen).endswith("too little to be tried")
+
+
+OF_EXPERTS = ("monta:O2x2", "alltoall", "mpmoe:2", "mpmoe:2:S1", "mpmoe:2:S2", "mpmoe:2:S3", "mpmoe:2:hops:8",
+              "expert-migration:1", "expert-migration:8")  # fmt: skip
+MPMOE = tuple(name for name in OF_EXPERTS if name.startswith("mpmoe"))
+TRAVELLING = ("mpmoe:2:hops:8", "expert-migration:8")
+PLAIN, FROZEN = SeenExperts(), SeenExperts(trained=False)
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "left_out", "reason"),
+    [
+        ([[PLAIN], [PLAIN]], (), ""),
+        ([[PLAIN], [SeenExperts(outside=(64,))]], MPMOE, "a trained tensor of shape [64] takes part in the experts"),
+        ([[PLAIN, SeenExperts(draw=True)], [PLAIN, PLAIN]], ("mpmoe:2:S1", "mpmoe:2:S2"), "computes activations of"),
+        ([[PLAIN, PLAIN], [PLAIN, FROZEN]], TRAVELLING, "experts travel, and those of some layer are frozen"),
+        ([[PLAIN], [SeenExperts(trained=False, group=4)]], (), ""),  # a stage, or other replicas of the experts
+        ([[PLAIN, FROZEN], [PLAIN, FROZEN]], (), ""),
+        ([[SeenExperts(dtypes=("bf16",))], [SeenExperts(dtypes=("fp32",))]], TRAVELLING, "experts travel, and param"),
+        ([[SeenExperts(dtypes=("bf16",)), SeenExperts(dtypes=("fp32",))]], (), ""),  # a message has those of a layer
+    ],
+    ids=["nothing", "outside", "drawn", "frozen", "unlike groups", "frozen layer", "dtypes", "dtypes of layers"],
+)
+def test_what_experts_of_one_rank_cannot_run_under_is_tried_on_none(planned, of_ranks, left_out, reason):
+    controller = planned("monta:O2x2")
+    predictions = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 0.0, 1) for name in OF_EXPERTS)
+    controller.plan = dataclasses.replace(controller.plan, candidates=predictions)
+    here = dataclasses.replace(SEEN, workload=dataclasses.replace(SEEN.workload, workers=(8,)))
+    seen = tuple(tuple(dataclasses.replace(here, experts=one) for one in of_rank) for of_rank in of_ranks)
+    (found,) = controller._make_plan(FirstStep(seen))
+    refused = {one.variant: one.reason for one in found.refused if one.variant != "allgather"}
+    assert tuple(refused) == left_out and all(one.startswith(reason) for one in refused.values())
+    assert tuple(one.variant for one in found.predicted) == tuple(name for name in OF_EXPERTS if name not in left_out)
 
 
 def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned):

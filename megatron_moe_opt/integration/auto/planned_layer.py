@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.auto.experts_look import ExpertsLook
 from megatron_moe_opt.integration.auto.first_step import Seen
 from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, needs_as_many_tokens, stock_dispatcher
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
@@ -36,6 +37,7 @@ class PlannedLayer:
         computed here together, and the most and the fewest tokens that one of them had.
         """
         self._is_looking = False
+        self._experts = ExpertsLook(layer.experts)
         self.current = ALLTOALL
         self._plug = plug
         self._stock = copy.copy(layer.token_dispatcher)
@@ -81,13 +83,15 @@ class PlannedLayer:
     def look(self) -> None:
         """Counts from here on, until it says what was seen."""
         self._is_looking, self.passes, self.rows, self.tokens, self.fewest = True, 0, 0, 0, 0
+        self._experts.again()
 
     def seen(self) -> Seen | None:
         """Returns what the layer did since it was looked at; None: no pass. It counts no more."""
         self._is_looking = False
         if not self.passes:
             return None
-        return Seen(self.workload(), self.rows / self.passes, self.passes, (self.fewest, self.tokens))
+        experts = self._experts.seen(self.groups.joint)
+        return Seen(self.workload(), self.rows / self.passes, self.passes, (self.fewest, self.tokens), experts)
 
     def workload(self) -> LayerWorkload:
         """Returns the workload of one micro-batch, routed evenly."""
@@ -128,6 +132,7 @@ class PlannedLayer:
             self.fewest = min(self.fewest, tokens) if self.passes else tokens
             self.passes += 1
             self.tokens = max(self.tokens, tokens)
+            self._experts.before_pass()
         elif needs_as_many and tokens != self.tokens:
             raise ConfigurationError(
                 f"--moe-token-dispatcher-type {AUTO} runs {self.current}, which takes as many tokens from each rank: "
