@@ -140,6 +140,6 @@ class PlannedLayer:
             )
 
     def _see_rows(self, experts: Any, inputs: tuple[Any, ...] | None) -> None:
-        # Called without inputs by expert_migration_layer._finish_parameter_sync.
+        # Megatron's fused experts call hooks without inputs.
         if self._is_looking and inputs and experts.training and not is_recomputing():
             self.rows += inputs[0].size(0)
