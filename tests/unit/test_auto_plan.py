@@ -315,7 +315,7 @@ def timed(planned, monkeypatch):
     layer.config, layer.experts, layer.token_dispatcher = controller.config, torch.nn.Module(), None
     for module in (controlling, step_clock):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(Controller, "_slowest", lambda self, seconds: seconds)
+    monkeypatch.setattr(Controller, "_largest", lambda self, seconds: seconds)
     monkeypatch.setattr(Controller, "_agree_on_plan", lambda self, group: None)
     groups = SimpleNamespace(ep_size=8, etp_size=1, ep=None, joint=None)
     controller.add(PlannedLayer(layer, groups, controller.options, lambda *_: None))
@@ -411,6 +411,23 @@ def test_a_ramped_batch_does_not_make_steps_longer(timed):
     assert controller.trials.steps == 3 and controller.trials.longer_than(3.0) == 0.0
 
 
+def test_a_step_in_which_no_layer_has_run_is_not_planned_by(timed, monkeypatch, capsys):
+    """As of another model, a dense critic, whose optimizer does not say whose it is."""
+    controller, layer, _ = timed
+    controller.trials = None
+    monkeypatch.setattr("megatron_moe_opt.dispatchers.say._said", set())
+    monkeypatch.setattr(controlling.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(controller, "_look", SimpleNamespace(taken=lambda: pytest.fail("there was nothing to see")))
+    for _ in range(2):
+        step_ended(True)
+    assert controller.trials is None and not controller.settled
+    assert capsys.readouterr().out.count("no MoE layer has run in this step of an optimizer") == 1
+    layer(torch.tensor([1.0]))
+    monkeypatch.setattr(controller, "_look", SimpleNamespace(taken={}.popitem))
+    with pytest.raises(KeyError):
+        step_ended(True)
+
+
 def test_a_second_plan_needs_no_file_and_may_fail(timed, monkeypatch, tmp_path, capsys):
     """The file may be gone by then, as of a job whose scratch is: a plan that cannot be made
     leaves what was chosen before.
@@ -428,6 +445,7 @@ def test_a_second_plan_needs_no_file_and_may_fail(timed, monkeypatch, tmp_path, 
     monkeypatch.setattr(controlling.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(controlling.dist, "all_gather_object", lambda of_ranks, own: of_ranks.__setitem__(0, own))
     monkeypatch.setattr(controller, "_look", SimpleNamespace(taken=lambda: controller.first_step))
+    controller.layers[0].passes = 1
     controller.plan, controller.options = None, Options(profile=tmp_path / "gone.json")
     monkeypatch.setattr(controlling.Cluster, "load", lambda file: read.append(file) or "costs")
     controller.chosen, read = {None: "mpmoe:2:S1"}, []

@@ -30,11 +30,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
-from megatron_moe_opt.dispatchers.say import say
+from megatron_moe_opt.dispatchers.say import say, say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto import memory_room
 from megatron_moe_opt.integration.auto.auto_report import (
     changed_line,
+    no_layer_line,
     no_room_line,
     no_start_line,
     plan_lines,
@@ -177,7 +178,7 @@ class Controller:
         if self.trials is None:
             self._begin()
         else:
-            seconds = self._slowest(self.clock.take())
+            seconds = self._largest(self.clock.take())
             if not seconds:
                 return  # no layer has run on any rank: another model's step
             self.trials.record(seconds)
@@ -196,7 +197,13 @@ class Controller:
         return time.perf_counter()
 
     def _begin(self) -> None:
-        """Plans the trials by the step that has just run, and says what is tried."""
+        """Plans the trials by the step that has just run, and says what is tried; where no layer has run in it on any
+        rank, it was another model's, and the next one is looked at.
+        """
+        if not self._largest(float(any(layer.passes for layer in self.layers))):
+            say_once(AUTO, "no layer", no_layer_line)
+            self.clock.others_step_ended()
+            return
         before, planned = self.first_step, self.shapes
         began = time.perf_counter() if self.clock.began is None else self.clock.began
         self.clock.forget()
@@ -204,7 +211,7 @@ class Controller:
         dist.all_gather_object(of_ranks, self._look.taken())
         self.first_step = of_all(of_ranks)
         if self.options.profile is None and self.options.plan is None and self.own_profile is None:
-            self._measure([one.workload for of_rank in self.first_step.seen for one in of_rank])
+            self._measure(self.first_step.workloads)
         try:
             self.shapes = found_by_first(lambda: self._make_plan(self.first_step), dist.group.WORLD)
         except ConfigurationError as error:
@@ -221,7 +228,7 @@ class Controller:
             return
         self.overhead = 0.0
         if before is not None:  # the first time there is nothing yet that it would hold up
-            self.overhead = self._slowest(time.perf_counter() - began)
+            self.overhead = self._largest(time.perf_counter() - began)
             say(AUTO, changed_line(planned, self.shapes, before, self.first_step))
         self._begin_trials(0)
         for line in plan_lines(self):
@@ -363,7 +370,7 @@ class Controller:
         median = None if self._drift is None else self._drift.record(self.clock.take())
         if median is None:
             return
-        reason = self._drift.why_over(self._slowest(median))
+        reason = self._drift.why_over(self._largest(median))
         if reason is None:
             return
         ran, self.settled, self.trials = self.trying.ran, False, None
@@ -393,11 +400,11 @@ class Controller:
         self.clock.forget()
         self._drift = Drift(self.overhead, is_first=self._drift is None)
 
-    def _slowest(self, seconds: float) -> float:
+    def _largest(self, value: float) -> float:
         """Returns the largest value of all ranks."""
-        time_of_step = torch.tensor(seconds, dtype=torch.float64, device=device_of(dist.group.WORLD))
-        dist.all_reduce(time_of_step, dist.ReduceOp.MAX)
-        return time_of_step.item()  # host synchronisation: in trials, and once a window of Drift
+        largest = torch.tensor(value, dtype=torch.float64, device=device_of(dist.group.WORLD))
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.item()  # host synchronisation: in trials, and once a window of Drift
 
     def _synchronize(self) -> None:
         if torch.cuda.is_available():

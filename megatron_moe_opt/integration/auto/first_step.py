@@ -16,7 +16,6 @@ from megatron_moe_opt.integration.auto.sample_saving import worth_moving
 from megatron_moe_opt.integration.auto.stock_variants import stock_variants
 from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, routes_together
-from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
@@ -75,6 +74,11 @@ class FirstStep:
     """The part of the bytes between nodes that `netmoe` would have saved; None: not known."""
     at_home: str | None = None
     """Why samples do not move, though `netmoe` could run; None: they may."""
+
+    @property
+    def workloads(self) -> list[LayerWorkload]:
+        """Those of all layers of all ranks."""
+        return [one.workload for of_rank in self.seen for one in of_rank]
 
     @property
     def spare(self) -> int | None:
@@ -146,8 +150,7 @@ class Alike:
 
 def tried_by_plan(plan: Plan, config: Any, first: FirstStep) -> Alike:
     """Returns what a plan.json has all layers try, whatever their shape."""
-    workloads = _workloads(first)
-    beside, not_beside = stock_variants(config, workloads, first.tokens, first.spare)
+    beside, not_beside = stock_variants(config, first.workloads, first.tokens, first.spare)
     run = _run(config, first.seen, samples_may_move=False)
     ran = runs_first(config, plan)
     allowed, refused = _allowed(config, plan.candidates, run, first.rooms, ran)
@@ -158,13 +161,8 @@ def tried_by_plan(plan: Plan, config: Any, first: FirstStep) -> Alike:
 
 
 def tried_by_profile(cluster: Cluster, config: Any, options: Options, first: FirstStep) -> tuple[Alike, ...]:
-    """Returns what a profile has the layers of each shape try, those first that take most time.
-
-    Raises:
-        ConfigurationError: no layer has run on any rank.
-    """
-    workloads = _workloads(first)
-    beside, not_beside = stock_variants(config, workloads, first.tokens, first.spare)
+    """Returns what a profile has the layers of each shape try, those first that take most time."""
+    beside, not_beside = stock_variants(config, first.workloads, first.tokens, first.spare)
     by_shape, ran = first.by_shape, runs_first(config)
     by_time: list[tuple[float, Alike]] = []
     for shape, of_ranks in by_shape.items():
@@ -203,13 +201,6 @@ def refusal(config: Any, variant: str) -> str | None:
     except ConfigurationError as error:
         return str(error)
     return None
-
-
-def _workloads(first: FirstStep) -> list[LayerWorkload]:
-    found = [one.workload for of_rank in first.seen for one in of_rank]
-    if not found:
-        raise ConfigurationError(f"--moe-token-dispatcher-type {AUTO}: no MoE layer has run in the first step")
-    return found
 
 
 def _workload(of_ranks: Sequence[Sequence[Seen]]) -> LayerWorkload:
