@@ -428,6 +428,24 @@ def test_a_step_in_which_no_layer_has_run_is_not_planned_by(timed, monkeypatch, 
         step_ended(True)
 
 
+def test_what_another_rank_has_no_package_for_is_left_out_before_ranks_wait_for_each_other(timed, monkeypatch, capsys):
+    """Also where it has run before: what it communicates with was released when it lost, or was left."""
+    controller, _, _ = timed
+
+    def gathered(of_ranks: list, own: object) -> None:
+        of_ranks[:] = [own, "DeepEP is not installed"]
+
+    monkeypatch.setattr(controlling.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(controlling.dist, "all_gather_object", gathered)
+    monkeypatch.setattr(controlling, "failure_to_start", lambda *_: pytest.fail("it waits for the other rank"))
+    controller._starting.add("flex:deepep")
+    assert controller._starts("flex:deepep", [])
+    controller._begin_trials(0)
+    assert not controller._starts("flex:deepep", [])
+    said = "not flex:deepep: what it communicates with cannot be made on rank 1 (DeepEP is not installed): no rank"
+    assert said in capsys.readouterr().out
+
+
 def test_a_second_plan_needs_no_file_and_may_fail(timed, monkeypatch, tmp_path, capsys):
     """The file may be gone by then, as of a job whose scratch is: a plan that cannot be made
     leaves what was chosen before.

@@ -57,6 +57,7 @@ from megatron_moe_opt.integration.auto.step_clock import StepClock
 from megatron_moe_opt.integration.auto.stock_variants import (
     failure_to_start,
     is_stock_variant,
+    missing_package,
     needs_as_many_tokens,
     release_buffers,
 )
@@ -118,7 +119,7 @@ class Controller:
         self._fitting: set[str] = set()
         """The variants that all GPUs are known to have room for."""
         self._starting: set[str] = set()
-        """The variants of Megatron's own that are known to start on all ranks."""
+        """The variants of Megatron's own that were found to start on all ranks since the trials began."""
         self._drift: Drift | None = None
         """Watches the steps after the last trials; None: there were none."""
         self._plan_is_agreed = False
@@ -247,7 +248,7 @@ class Controller:
     def _begin_trials(self, number: int) -> None:
         """Tries what is planned for the layers of a shape, and was chosen before; the others run what they do."""
         self._number, self.trying = number, self.shapes[number]
-        one, self._fitting = self.trying, {self.trying.ran}
+        one, self._fitting, self._starting = self.trying, {self.trying.ran}, set()
         self.planned = one.planned
         self.trials = Trials(one.predicted, one.planned, len(self.shapes), one.beside, one.kept)
 
@@ -353,15 +354,27 @@ class Controller:
         """
         if variant in self._starting or not is_stock_variant(variant):
             return True
-        of_ranks: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, failure_to_start(variant, [one.layer for one in layers]))
-        failures = [(rank, failure) for rank, failure in enumerate(of_ranks) if failure is not None]
-        if failures:
+        # Where one rank lacks its package, the others would wait for that rank in what all of them make together.
+        failure = self._first_failure(missing_package(variant) if layers else None)
+        if failure is None:
+            failure = self._first_failure(failure_to_start(variant, [one.layer for one in layers]))
+        if failure is not None:
             release_buffers(variant)
-            say(AUTO, no_start_line(variant, *failures[0]))
-        else:
-            self._starting.add(variant)
-        return not failures
+            say(AUTO, no_start_line(variant, *failure))
+            return False
+        self._starting.add(variant)
+        return True
+
+    def _first_failure(self, own: str | None) -> tuple[int, str] | None:
+        """Returns the first rank on which something has failed, and how; None: on none. A collective call over the
+        world.
+
+        Args:
+            own: how it has failed on this rank; None: it has not.
+        """
+        of_ranks: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, own)
+        return next(((rank, failure) for rank, failure in enumerate(of_ranks) if failure is not None), None)
 
     def _watch(self) -> None:
         """Looks and plans anew where a choice does not rest on what it was made by any more. Nothing waits for the
