@@ -446,6 +446,19 @@ def test_what_another_rank_has_no_package_for_is_left_out_before_ranks_wait_for_
     assert said in capsys.readouterr().out
 
 
+def test_ranks_without_the_layers_that_are_tried_need_no_memory_for_them(timed, monkeypatch):
+    controller, _, _ = timed
+    controller.first_step = FirstStep(((SEEN,),), (room_of(0, 1),))
+    asked: list[int] = []
+    monkeypatch.setattr(controlling.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(controlling.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(controlling.dist, "all_gather_object", lambda of_ranks, own: of_ranks.__setitem__(0, own))
+    monkeypatch.setattr(controlling.memory_room, "could_take", asked.append)
+    assert controller._fits("netmoe", []) and not asked
+    controller._fitting.clear()
+    assert not controller._fits("netmoe", controller.layers) and len(asked) == 1
+
+
 def test_a_second_plan_needs_no_file_and_may_fail(timed, monkeypatch, tmp_path, capsys):
     """The file may be gone by then, as of a job whose scratch is: a plan that cannot be made
     leaves what was chosen before.

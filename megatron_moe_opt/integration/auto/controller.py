@@ -337,9 +337,10 @@ class Controller:
             for one in self.shapes
             for layer in self._layers_of(one)
         )
-        size = self.first_step.rooms[dist.get_rank()].needed(above, self.trying.communicators(variant))
+        communicators = self.trying.communicators(variant) if layers else 0
+        size = self.first_step.rooms[dist.get_rank()].needed(above, communicators)
         of_ranks: list[int | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, None if memory_room.could_take(size) else size)
+        dist.all_gather_object(of_ranks, None if not size or memory_room.could_take(size) else size)
         lacking = [one for one in of_ranks if one is not None]
         if lacking:
             say(AUTO, no_room_line(variant, lacking, len(of_ranks)))
