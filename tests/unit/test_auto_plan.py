@@ -428,6 +428,20 @@ def test_a_step_in_which_no_layer_has_run_is_not_planned_by(timed, monkeypatch, 
         step_ended(True)
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_ramped_batch_does_not_make_steps_of_a_pipeline_longer(monkeypatch, chunks):
+    """Which fills and drains in every one of them, faster with virtual stages."""
+    now, stages, taken = [0.0], 4, []
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = step_clock.StepClock(lambda: now[0], stages, chunks)
+    for micro_batches in (4, 8, 16):
+        with step_of(micro_batches):
+            clock.layer_begins(is_training=True)
+        now[0] += micro_batches + (stages - 1) / chunks
+        taken.append(clock.take())
+    assert taken == pytest.approx([4 + (stages - 1) / chunks] * 3)
+
+
 def test_what_another_rank_has_no_package_for_is_left_out_before_ranks_wait_for_each_other(timed, monkeypatch, capsys):
     """Also where it has run before: what it communicates with was released when it lost, or was left."""
     controller, _, _ = timed

@@ -123,7 +123,8 @@ class Controller:
         self._drift: Drift | None = None
         """Watches the steps after the last trials; None: there were none."""
         self._plan_is_agreed = False
-        self.clock = StepClock(self._now)
+        stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+        self.clock = StepClock(self._now, stages, chunks)
         if options.plan is not None:
             if dist.is_initialized():
                 self._agree_on_plan(dist.group.WORLD)
