@@ -24,6 +24,7 @@ from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen,
 from megatron_moe_opt.integration.auto.look import passes_held
 from megatron_moe_opt.integration.auto.memory_room import COMMUNICATOR_BYTES, MOST_OF_FREE, Room
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
+from megatron_moe_opt.integration.micro_batches import _followed
 from megatron_moe_opt.integration.optimizer_step import gradients_cleared, step_ended
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
@@ -426,6 +427,20 @@ def test_a_step_in_which_no_layer_has_run_is_not_planned_by(timed, monkeypatch, 
     monkeypatch.setattr(controller, "_look", SimpleNamespace(taken={}.popitem))
     with pytest.raises(KeyError):
         step_ended(True)
+
+
+def test_a_schedule_of_forward_passes_alone_is_no_step_of_training(timed):
+    """Reinforcement learning samples in such ones, with the model in training mode."""
+    controller, layer, _ = timed
+    (planned_layer,) = controller.layers
+    schedule = _followed(lambda num_microbatches, forward_only: layer(torch.tensor([7.0 if forward_only else 1.0])))
+    for _ in range(3):
+        planned_layer.look()
+        for forward_only in (True, False):
+            schedule(num_microbatches=1, forward_only=forward_only)
+        assert planned_layer.passes == 1
+        controller.after_step()
+    assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

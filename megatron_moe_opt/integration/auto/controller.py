@@ -65,6 +65,7 @@ from megatron_moe_opt.integration.layer.configured_workload import layer_workloa
 from megatron_moe_opt.integration.layer.layer_passes import number_of
 from megatron_moe_opt.integration.layer.netmoe_layer import link
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
+from megatron_moe_opt.integration.micro_batches import trains
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.drift import Drift
@@ -142,7 +143,7 @@ class Controller:
         if self.options.network_levels is not None:
             layer.workers()  # refuses now what the ranks do not lie in
         self._look.at([layer])
-        before_pass(layer.layer, lambda module, _: self.clock.layer_begins(module.training))
+        before_pass(layer.layer, lambda module, _: self.clock.layer_begins(trains(module)))
         if self.options.plan is None:
             if self.options.profile is not None:
                 # refuses now what could not be planned with later

@@ -14,6 +14,7 @@ from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, n
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
+from megatron_moe_opt.integration.micro_batches import trains
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
@@ -124,8 +125,8 @@ class PlannedLayer:
         needs_as_many = needs_as_many_tokens(layer.config, self.current)
         if needs_as_many and inputs:
             # Passes of an evaluation may have other tokens on each rank; all ranks evaluate together.
-            self.layer.token_dispatcher = self._built[self.current][0] if layer.training else copy.copy(self._stock)
-        if not layer.training or not inputs or is_recomputing():
+            self.layer.token_dispatcher = self._built[self.current][0] if trains(layer) else copy.copy(self._stock)
+        if not trains(layer) or not inputs or is_recomputing():
             return
         tokens = inputs[0].shape[:-1].numel()
         if self._is_looking:
@@ -141,5 +142,5 @@ class PlannedLayer:
 
     def _see_rows(self, experts: Any, inputs: tuple[Any, ...] | None) -> None:
         # Megatron's fused experts call hooks without inputs.
-        if self._is_looking and inputs and experts.training and not is_recomputing():
+        if self._is_looking and inputs and trains(experts) and not is_recomputing():
             self.rows += inputs[0].size(0)
