@@ -488,6 +488,13 @@ def test_ranks_without_the_layers_that_are_tried_need_no_memory_for_them(timed, 
     assert not controller._fits("netmoe", controller.layers) and len(asked) == 1
 
 
+def test_it_is_said_that_layers_which_are_built_later_are_not_planned(timed, monkeypatch, capsys):
+    controller, _, _ = timed
+    monkeypatch.setattr("megatron_moe_opt.dispatchers.say._said", set())
+    controller.add(controller.layers[0])
+    assert "call megatron_moe_opt.register() before they are built" in capsys.readouterr().out
+
+
 def test_a_second_plan_needs_no_file_and_may_fail(timed, monkeypatch, tmp_path, capsys):
     """The file may be gone by then, as of a job whose scratch is: a plan that cannot be made
     leaves what was chosen before.

@@ -35,6 +35,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto import memory_room
 from megatron_moe_opt.integration.auto.auto_report import (
     changed_line,
+    later_layers_line,
     no_layer_line,
     no_room_line,
     no_start_line,
@@ -139,6 +140,8 @@ class Controller:
 
     def add(self, layer: PlannedLayer) -> None:
         """Takes a layer that has just been built; by a plan.json, it runs as planned from the start."""
+        if self.first_step is not None:
+            say_once(AUTO, "later layers", later_layers_line)
         self.layers.append(layer)
         if self.options.network_levels is not None:
             layer.workers()  # refuses now what the ranks do not lie in
