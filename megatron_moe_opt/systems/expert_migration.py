@@ -343,6 +343,12 @@ def _stays(options: MigrationOptions, run: Run) -> str | None:
         for levels in run.workers
     ):
         return f"the network levels of this run have other numbers of workers: name them with {PREFIX}levels"
+    if not options.experts_may_travel:
+        return None
+    if run.some_frozen:
+        return "experts travel, and those of some layer are frozen on some of the ranks that share them, not on others"
+    if run.dtypes:
+        return f"experts travel, and parameters of {', '.join(run.dtypes)} do not in one message"
     return None
 
 

@@ -34,6 +34,7 @@ from megatron_moe_opt.systems.system import (
     PREFIX,
     READS,
     Grammar,
+    Run,
     SharedOptions,
     System,
     chosen_by_profile,
@@ -195,8 +196,7 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
     flag = f"{PREFIX}memory-reuse {reuse}"
     if (recipe := quantization(config)) is not None:
         raise ConfigurationError(f"{flag} does not know what experts in {recipe} save: use {PREFIX}memory-reuse {NONE}")
-    offloads_middle = any(STRATEGIES[one].middle is Restore.OFFLOAD for one in options.memory_strategies)
-    if offloads_middle and (fuser := given_flag(config, "--use-transformer-engine-op-fuser")) is not None:
+    if _offloads_middle(options) and (fuser := given_flag(config, "--use-transformer-engine-op-fuser")) is not None:
         raise ConfigurationError(
             f"{flag} may offload what an expert's first matrix product makes, which {fuser} fuses with what follows: "
             f"give {PREFIX}memory-reuse S3 or S4, or drop the latter"
@@ -205,6 +205,11 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
         raise ConfigurationError(
             f"--fine-grained-activation-offloading offloads what {flag} restores in another way: drop one of the two"
         )
+
+
+def _offloads_middle(options: Any) -> bool:
+    """Whether what an expert's first matrix product makes may be offloaded, and what follows be computed again."""
+    return any(STRATEGIES[one].middle is Restore.OFFLOAD for one in options.memory_strategies)
 
 
 def _check_domains(config: Any, options: Any) -> None:
@@ -332,6 +337,17 @@ def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[Ex
 _CANNOT: Mapping[str, Callable[[LayerOnCluster], str | None]] = {ROWS: lambda _: None, HOPS: no_hops, JOINT: no_joint}
 
 
+def _stays(options: Any, run: Run) -> str | None:
+    if run.outside is not None:
+        return (
+            f"a trained tensor of shape {list(run.outside)} takes part in the experts without being a parameter of "
+            "their module, and would get no gradient from them"
+        )
+    if run.experts_draw and _offloads_middle(options):
+        return "computes activations of experts again, and experts draw random numbers (dropout)"
+    return EXPERT_MIGRATION.stays(options, run)
+
+
 MPMOE = System(
     name=NAME,
     options=MpmoeOptions,
@@ -343,7 +359,7 @@ MPMOE = System(
     grammar=Grammar(_parse, _write, _kind),
     candidates=_candidates,
     domains=lambda options, workers: domains_of(options, workers) if HOPS in options.ways else None,
-    stays=EXPERT_MIGRATION.stays,
+    stays=_stays,
     calls_experts=True,
     is_pipeline_of_experts=True,
 )

@@ -121,6 +121,14 @@ class Run:
     """Whether the rows of a token depend on the other tokens that its router sees, which drops or balances them."""
     samples_may_move: bool
     """Whether samples, which all are at home, may begin to move, and end to."""
+    outside: tuple[int, ...] | None = None
+    """The shape of something trained that takes part in experts and is none of their parameters; None: nothing does."""
+    experts_draw: bool = False
+    """Whether experts draw random numbers."""
+    some_frozen: bool = False
+    """Whether the experts of some layer are frozen on some of the ranks that share them, and not on others."""
+    dtypes: tuple[str, ...] = ()
+    """The dtypes of the parameters of some layer's experts, where these are several."""
 
 
 @dataclass(frozen=True)

@@ -91,10 +91,10 @@ def train(
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
-    slowest, settle, moved, said = controlling.Controller._slowest, sample_placement.settle, [], []
+    largest, settle, moved, said = controlling.Controller._largest, sample_placement.settle, [], []
 
     def taken(controller: Any, measured: float) -> float:
-        slowest(controller, measured)  # ranks ask each other all the same
+        largest(controller, measured)  # ranks ask each other all the same
         return seconds[controller.current]
 
     def count(*given: Any) -> Any:
@@ -111,7 +111,7 @@ def train(
             patch.setattr(drift, "LEARNT", learnt)
             patch.setattr(drift, "MOST_COST", 1e3)
         if seconds is not None:
-            patch.setattr(controlling.Controller, "_slowest", taken)
+            patch.setattr(controlling.Controller, "_largest", taken)
         if savings is not None:
             found = iter(savings)
             patch.setattr(look, "saving_of", lambda *_: next(found))
@@ -414,7 +414,7 @@ def train_unlike_layers(file: Path) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PlannedLayer, "workload", of_number)
-        patch.setattr(Controller, "_slowest", seconds)
+        patch.setattr(Controller, "_largest", seconds)
         found = train(STEPS, Options(profile=file), {"ep": 4}, moe_token_dispatcher_type="auto")
     return found | {"runs": [built for (built,) in found["built"]]}
 
@@ -428,7 +428,9 @@ def test_layers_of_unlike_sizes_run_each_its_own(ranks, profile):
 
 
 class Turning(dict[str, float]):
-    """The times of steps, until what was chosen takes three times as long."""
+    """The times of steps, until what was chosen takes three times as long: in the second window, and ranks have asked
+    each other once before the first of all.
+    """
 
     def __init__(self, choice: str, **seconds: float) -> None:
         super().__init__(seconds)
@@ -436,7 +438,7 @@ class Turning(dict[str, float]):
 
     def __getitem__(self, variant: str) -> float:
         self.asked += 1
-        return super().__getitem__(variant) * (3.0 if variant == self.choice and self.asked > TRIED + 1 else 1.0)
+        return super().__getitem__(variant) * (3.0 if variant == self.choice and self.asked > TRIED + 2 else 1.0)
 
 
 TURNED = ("alltoall", "mpmoe:2", "monta:O1")
@@ -562,6 +564,71 @@ def test_a_plan_that_differs_by_layer_runs_as_it_is(ranks, tmp_path):
     for answer in ranks.run(train, steps=2, options=options, sizes={"ep": 4}, moe_token_dispatcher_type="auto"):
         assert answer["settled"] and answer["tried"] == []
         assert [built[-1] for built in answer["built"]] == ["mpmoe:2", "monta:O1"]
+
+
+ODD_CANDIDATES = ("alltoall", "monta:O1", "mpmoe:2", "mpmoe:2:S1", "expert-migration:4")
+
+
+def train_with_odd_experts(file: Path, oddities: Sequence[str]) -> tuple[list[float], dict[str, Any]]:
+    """Returns the losses under stock, and what `auto` does by a plan, of a model with odd experts on rank 1 alone."""
+    from tests.ranks import gpt as models
+
+    build = models.gpt
+
+    def draw(_: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        torch.rand(1)
+
+    def gpt(**config: Any) -> models.Gpt:
+        model = build(**config)
+        experts = [one.experts for one in model.model.modules() if hasattr(one, "token_dispatcher")][-1]
+        if dist.get_rank() != 1:
+            return model
+        if "gate" in oddities:
+            gate = torch.ones(64, requires_grad=True)
+            experts.register_forward_hook(lambda _, inputs, outputs: (outputs[0] * gate, outputs[1]))
+        if "draws" in oddities:
+            experts.register_forward_pre_hook(draw)
+        if "frozen" in oddities:
+            experts.requires_grad_(False)
+        return model
+
+    run = {"steps": 1 + 2 * 4 + 1, "sizes": {"ep": 4}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "gpt", gpt)
+        stock = train(options=None, **run)
+        auto = train(
+            options=Options(plan=file), seconds=AllAlike(), most_steps=2 * 4, moe_token_dispatcher_type="auto", **run
+        )
+    return stock["losses"], auto
+
+
+@pytest.mark.parametrize(
+    ("oddities", "left_out"),
+    [
+        (("gate",), {"mpmoe:2 and 1 more": "a trained tensor of shape [64] takes part in the experts"}),
+        (
+            ("draws", "frozen"),
+            {
+                "mpmoe:2:S1": "computes activations of experts again, and experts draw random numbers (dropout)",
+                "expert-migration:4": "experts travel, and those of some layer are frozen on some of the ranks",
+            },
+        ),
+    ],
+    ids=["gate", "draws and frozen"],
+)
+def test_what_experts_of_one_rank_cannot_run_under_no_rank_tries(ranks, tmp_path, oddities, left_out):
+    """In a pass it would end the run, and some ranks would wait for that one."""
+    found = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 1.0, 1) for name in ODD_CANDIDATES)
+    Plan(dict.fromkeys((1, 2), "alltoall"), found, "a cluster", ep=4, etp=1, experts=8).save(tmp_path / "plan.json")
+    answers = ranks.run(train_with_odd_experts, file=tmp_path / "plan.json", oddities=oddities)
+    first = answers[0][1]
+    for stock, ours in answers:
+        assert ours["settled"] and (ours["tried"], ours["said"]) == (first["tried"], first["said"])
+        assert ours["losses"] == pytest.approx(stock, rel=1e-5)
+    for variants, why in left_out.items():
+        assert any(line.startswith(f"not {variants}: {why}") for line in first["said"])
+    kept = {name for name in ODD_CANDIDATES if not any(name.startswith(one.split()[0]) for one in left_out)}
+    assert set(first["tried"]) == {"allgather", *kept}
 
 
 def train_by_own_file(folder: Path, groups_come_later: bool) -> dict[str, Any]:

@@ -20,10 +20,11 @@ from megatron_moe_opt.integration.auto import controller as controlling
 from megatron_moe_opt.integration.auto import first_step, step_clock
 from megatron_moe_opt.integration.auto.auto_layer import current_controller
 from megatron_moe_opt.integration.auto.controller import Controller
-from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen
+from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen, SeenExperts
 from megatron_moe_opt.integration.auto.look import passes_held
 from megatron_moe_opt.integration.auto.memory_room import COMMUNICATOR_BYTES, MOST_OF_FREE, Room
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
+from megatron_moe_opt.integration.micro_batches import _followed
 from megatron_moe_opt.integration.optimizer_step import gradients_cleared, step_ended
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
@@ -191,6 +192,39 @@ def test_samples_move_in_trials_only_where_that_may_be_the_fastest_and_trains_al
     assert refused(seen).endswith("too little to be tried")
 
 
+OF_EXPERTS = ("monta:O2x2", "alltoall", "mpmoe:2", "mpmoe:2:S1", "mpmoe:2:S2", "mpmoe:2:S3", "mpmoe:2:hops:8",
+              "expert-migration:1", "expert-migration:8")  # fmt: skip
+MPMOE = tuple(name for name in OF_EXPERTS if name.startswith("mpmoe"))
+TRAVELLING = ("mpmoe:2:hops:8", "expert-migration:8")
+PLAIN, FROZEN = SeenExperts(), SeenExperts(trained=False)
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "left_out", "reason"),
+    [
+        ([[PLAIN], [PLAIN]], (), ""),
+        ([[PLAIN], [SeenExperts(outside=(64,))]], MPMOE, "a trained tensor of shape [64] takes part in the experts"),
+        ([[PLAIN, SeenExperts(draw=True)], [PLAIN, PLAIN]], ("mpmoe:2:S1", "mpmoe:2:S2"), "computes activations of"),
+        ([[PLAIN, PLAIN], [PLAIN, FROZEN]], TRAVELLING, "experts travel, and those of some layer are frozen"),
+        ([[PLAIN], [SeenExperts(trained=False, group=4)]], (), ""),  # a stage, or other replicas of the experts
+        ([[PLAIN, FROZEN], [PLAIN, FROZEN]], (), ""),
+        ([[SeenExperts(dtypes=("bf16",))], [SeenExperts(dtypes=("fp32",))]], TRAVELLING, "experts travel, and param"),
+        ([[SeenExperts(dtypes=("bf16",)), SeenExperts(dtypes=("fp32",))]], (), ""),  # a message has those of a layer
+    ],
+    ids=["nothing", "outside", "drawn", "frozen", "unlike groups", "frozen layer", "dtypes", "dtypes of layers"],
+)
+def test_what_experts_of_one_rank_cannot_run_under_is_tried_on_none(planned, of_ranks, left_out, reason):
+    controller = planned("monta:O2x2")
+    predictions = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 0.0, 1) for name in OF_EXPERTS)
+    controller.plan = dataclasses.replace(controller.plan, candidates=predictions)
+    here = dataclasses.replace(SEEN, workload=dataclasses.replace(SEEN.workload, workers=(8,)))
+    seen = tuple(tuple(dataclasses.replace(here, experts=one) for one in of_rank) for of_rank in of_ranks)
+    (found,) = controller._make_plan(FirstStep(seen))
+    refused = {one.variant: one.reason for one in found.refused if one.variant != "allgather"}
+    assert tuple(refused) == left_out and all(one.startswith(reason) for one in refused.values())
+    assert tuple(one.variant for one in found.predicted) == tuple(name for name in OF_EXPERTS if name not in left_out)
+
+
 def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned):
     controller = planned("alltoall")
     held = {"mpmoe:2:S1": 900, "alltoall": 500, "monta:O2x2": 601}
@@ -282,7 +316,7 @@ def timed(planned, monkeypatch):
     layer.config, layer.experts, layer.token_dispatcher = controller.config, torch.nn.Module(), None
     for module in (controlling, step_clock):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(Controller, "_slowest", lambda self, seconds: seconds)
+    monkeypatch.setattr(Controller, "_largest", lambda self, seconds: seconds)
     monkeypatch.setattr(Controller, "_agree_on_plan", lambda self, group: None)
     groups = SimpleNamespace(ep_size=8, etp_size=1, ep=None, joint=None)
     controller.add(PlannedLayer(layer, groups, controller.options, lambda *_: None))
@@ -378,6 +412,89 @@ def test_a_ramped_batch_does_not_make_steps_longer(timed):
     assert controller.trials.steps == 3 and controller.trials.longer_than(3.0) == 0.0
 
 
+def test_a_step_in_which_no_layer_has_run_is_not_planned_by(timed, monkeypatch, capsys):
+    """As of another model, a dense critic, whose optimizer does not say whose it is."""
+    controller, layer, _ = timed
+    controller.trials = None
+    monkeypatch.setattr("megatron_moe_opt.dispatchers.say._said", set())
+    monkeypatch.setattr(controlling.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(controller, "_look", SimpleNamespace(taken=lambda: pytest.fail("there was nothing to see")))
+    for _ in range(2):
+        step_ended(True)
+    assert controller.trials is None and not controller.settled
+    assert capsys.readouterr().out.count("no MoE layer has run in this step of an optimizer") == 1
+    layer(torch.tensor([1.0]))
+    monkeypatch.setattr(controller, "_look", SimpleNamespace(taken={}.popitem))
+    with pytest.raises(KeyError):
+        step_ended(True)
+
+
+def test_a_schedule_of_forward_passes_alone_is_no_step_of_training(timed):
+    """Reinforcement learning samples in such ones, with the model in training mode."""
+    controller, layer, _ = timed
+    (planned_layer,) = controller.layers
+    schedule = _followed(lambda num_microbatches, forward_only: layer(torch.tensor([7.0 if forward_only else 1.0])))
+    for _ in range(3):
+        planned_layer.look()
+        for forward_only in (True, False):
+            schedule(num_microbatches=1, forward_only=forward_only)
+        assert planned_layer.passes == 1
+        controller.after_step()
+    assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_ramped_batch_does_not_make_steps_of_a_pipeline_longer(monkeypatch, chunks):
+    """Which fills and drains in every one of them, faster with virtual stages."""
+    now, stages, taken = [0.0], 4, []
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = step_clock.StepClock(lambda: now[0], stages, chunks)
+    for micro_batches in (4, 8, 16):
+        with step_of(micro_batches):
+            clock.layer_begins(is_training=True)
+        now[0] += micro_batches + (stages - 1) / chunks
+        taken.append(clock.take())
+    assert taken == pytest.approx([4 + (stages - 1) / chunks] * 3)
+
+
+def test_what_another_rank_has_no_package_for_is_left_out_before_ranks_wait_for_each_other(timed, monkeypatch, capsys):
+    """Also where it has run before: what it communicates with was released when it lost, or was left."""
+    controller, _, _ = timed
+
+    def gathered(of_ranks: list, own: object) -> None:
+        of_ranks[:] = [own, "DeepEP is not installed"]
+
+    monkeypatch.setattr(controlling.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(controlling.dist, "all_gather_object", gathered)
+    monkeypatch.setattr(controlling, "failure_to_start", lambda *_: pytest.fail("it waits for the other rank"))
+    controller._starting.add("flex:deepep")
+    assert controller._starts("flex:deepep", [])
+    controller._begin_trials(0)
+    assert not controller._starts("flex:deepep", [])
+    said = "not flex:deepep: what it communicates with cannot be made on rank 1 (DeepEP is not installed): no rank"
+    assert said in capsys.readouterr().out
+
+
+def test_ranks_without_the_layers_that_are_tried_need_no_memory_for_them(timed, monkeypatch):
+    controller, _, _ = timed
+    controller.first_step = FirstStep(((SEEN,),), (room_of(0, 1),))
+    asked: list[int] = []
+    monkeypatch.setattr(controlling.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(controlling.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(controlling.dist, "all_gather_object", lambda of_ranks, own: of_ranks.__setitem__(0, own))
+    monkeypatch.setattr(controlling.memory_room, "could_take", asked.append)
+    assert controller._fits("netmoe", []) and not asked
+    controller._fitting.clear()
+    assert not controller._fits("netmoe", controller.layers) and len(asked) == 1
+
+
+def test_it_is_said_that_layers_which_are_built_later_are_not_planned(timed, monkeypatch, capsys):
+    controller, _, _ = timed
+    monkeypatch.setattr("megatron_moe_opt.dispatchers.say._said", set())
+    controller.add(controller.layers[0])
+    assert "call megatron_moe_opt.register() before they are built" in capsys.readouterr().out
+
+
 def test_a_second_plan_needs_no_file_and_may_fail(timed, monkeypatch, tmp_path, capsys):
     """The file may be gone by then, as of a job whose scratch is: a plan that cannot be made
     leaves what was chosen before.
@@ -395,6 +512,7 @@ def test_a_second_plan_needs_no_file_and_may_fail(timed, monkeypatch, tmp_path, 
     monkeypatch.setattr(controlling.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(controlling.dist, "all_gather_object", lambda of_ranks, own: of_ranks.__setitem__(0, own))
     monkeypatch.setattr(controller, "_look", SimpleNamespace(taken=lambda: controller.first_step))
+    controller.layers[0].passes = 1
     controller.plan, controller.options = None, Options(profile=tmp_path / "gone.json")
     monkeypatch.setattr(controlling.Cluster, "load", lambda file: read.append(file) or "costs")
     controller.chosen, read = {None: "mpmoe:2:S1"}, []

@@ -37,6 +37,15 @@ def test_noise_and_disturbed_steps_are_no_drift():
     assert windows_until_over(lambda step: 0.0) is None  # a clock that shows nothing
 
 
+def test_steps_of_another_model_hide_nothing():
+    """Nobody knows whose they are. Two of them follow each of ours, and a window has none of ours at all."""
+
+    def seconds(step: int) -> float:
+        return 0.0 if step % 3 or step // WINDOW == 3 else 1.0 if step < 5 * WINDOW else 1 + DRIFT + 0.05
+
+    assert windows_until_over(seconds) == 6
+
+
 def test_however_often_times_change_trials_cost_little():
     """They change in every other window, by as much as trials and their cost do."""
     spent = trained = 0.0

@@ -131,3 +131,16 @@ def no_room_line(variant: str, lacking: Sequence[int], ranks: int) -> str:
         f"not {variant}: {len(lacking)} of {ranks} ranks could not allocate the {max(lacking) / 1e9:.1f} GB that a "
         "step is predicted to take: no rank tries it"
     )
+
+
+def no_layer_line() -> str:
+    """Returns the line that says why nothing was planned after a step."""
+    return "no MoE layer has run in this step of an optimizer: it is planned by the first one in which some have"
+
+
+def later_layers_line() -> str:
+    """Returns the line that says what becomes of layers that are built when others have been planned."""
+    return (
+        "layers that are built after the first plan stay with what they begin with until it is planned anew: call "
+        "megatron_moe_opt.register() before they are built, and they are planned by themselves"
+    )

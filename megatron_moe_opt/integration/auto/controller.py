@@ -30,11 +30,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
-from megatron_moe_opt.dispatchers.say import say
+from megatron_moe_opt.dispatchers.say import say, say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto import memory_room
 from megatron_moe_opt.integration.auto.auto_report import (
     changed_line,
+    later_layers_line,
+    no_layer_line,
     no_room_line,
     no_start_line,
     plan_lines,
@@ -56,6 +58,7 @@ from megatron_moe_opt.integration.auto.step_clock import StepClock
 from megatron_moe_opt.integration.auto.stock_variants import (
     failure_to_start,
     is_stock_variant,
+    missing_package,
     needs_as_many_tokens,
     release_buffers,
 )
@@ -63,6 +66,7 @@ from megatron_moe_opt.integration.layer.configured_workload import layer_workloa
 from megatron_moe_opt.integration.layer.layer_passes import number_of
 from megatron_moe_opt.integration.layer.netmoe_layer import link
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
+from megatron_moe_opt.integration.micro_batches import trains
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.drift import Drift
@@ -117,11 +121,12 @@ class Controller:
         self._fitting: set[str] = set()
         """The variants that all GPUs are known to have room for."""
         self._starting: set[str] = set()
-        """The variants of Megatron's own that are known to start on all ranks."""
+        """The variants of Megatron's own that were found to start on all ranks since the trials began."""
         self._drift: Drift | None = None
         """Watches the steps after the last trials; None: there were none."""
         self._plan_is_agreed = False
-        self.clock = StepClock(self._now)
+        stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+        self.clock = StepClock(self._now, stages, chunks)
         if options.plan is not None:
             if dist.is_initialized():
                 self._agree_on_plan(dist.group.WORLD)
@@ -135,11 +140,13 @@ class Controller:
 
     def add(self, layer: PlannedLayer) -> None:
         """Takes a layer that has just been built; by a plan.json, it runs as planned from the start."""
+        if self.first_step is not None:
+            say_once(AUTO, "later layers", later_layers_line)
         self.layers.append(layer)
         if self.options.network_levels is not None:
             layer.workers()  # refuses now what the ranks do not lie in
         self._look.at([layer])
-        before_pass(layer.layer, lambda module, _: self.clock.layer_begins(module.training))
+        before_pass(layer.layer, lambda module, _: self.clock.layer_begins(trains(module)))
         if self.options.plan is None:
             if self.options.profile is not None:
                 # refuses now what could not be planned with later
@@ -177,7 +184,7 @@ class Controller:
         if self.trials is None:
             self._begin()
         else:
-            seconds = self._slowest(self.clock.take())
+            seconds = self._largest(self.clock.take())
             if not seconds:
                 return  # no layer has run on any rank: another model's step
             self.trials.record(seconds)
@@ -196,7 +203,13 @@ class Controller:
         return time.perf_counter()
 
     def _begin(self) -> None:
-        """Plans the trials by the step that has just run, and says what is tried."""
+        """Plans the trials by the step that has just run, and says what is tried; where no layer has run in it on any
+        rank, it was another model's, and the next one is looked at.
+        """
+        if not self._largest(float(any(layer.passes for layer in self.layers))):
+            say_once(AUTO, "no layer", no_layer_line)
+            self.clock.others_step_ended()
+            return
         before, planned = self.first_step, self.shapes
         began = time.perf_counter() if self.clock.began is None else self.clock.began
         self.clock.forget()
@@ -204,7 +217,7 @@ class Controller:
         dist.all_gather_object(of_ranks, self._look.taken())
         self.first_step = of_all(of_ranks)
         if self.options.profile is None and self.options.plan is None and self.own_profile is None:
-            self._measure([one.workload for of_rank in self.first_step.seen for one in of_rank])
+            self._measure(self.first_step.workloads)
         try:
             self.shapes = found_by_first(lambda: self._make_plan(self.first_step), dist.group.WORLD)
         except ConfigurationError as error:
@@ -221,7 +234,7 @@ class Controller:
             return
         self.overhead = 0.0
         if before is not None:  # the first time there is nothing yet that it would hold up
-            self.overhead = self._slowest(time.perf_counter() - began)
+            self.overhead = self._largest(time.perf_counter() - began)
             say(AUTO, changed_line(planned, self.shapes, before, self.first_step))
         self._begin_trials(0)
         for line in plan_lines(self):
@@ -240,7 +253,7 @@ class Controller:
     def _begin_trials(self, number: int) -> None:
         """Tries what is planned for the layers of a shape, and was chosen before; the others run what they do."""
         self._number, self.trying = number, self.shapes[number]
-        one, self._fitting = self.trying, {self.trying.ran}
+        one, self._fitting, self._starting = self.trying, {self.trying.ran}, set()
         self.planned = one.planned
         self.trials = Trials(one.predicted, one.planned, len(self.shapes), one.beside, one.kept)
 
@@ -329,9 +342,10 @@ class Controller:
             for one in self.shapes
             for layer in self._layers_of(one)
         )
-        size = self.first_step.rooms[dist.get_rank()].needed(above, self.trying.communicators(variant))
+        communicators = self.trying.communicators(variant) if layers else 0
+        size = self.first_step.rooms[dist.get_rank()].needed(above, communicators)
         of_ranks: list[int | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, None if memory_room.could_take(size) else size)
+        dist.all_gather_object(of_ranks, None if not size or memory_room.could_take(size) else size)
         lacking = [one for one in of_ranks if one is not None]
         if lacking:
             say(AUTO, no_room_line(variant, lacking, len(of_ranks)))
@@ -346,15 +360,27 @@ class Controller:
         """
         if variant in self._starting or not is_stock_variant(variant):
             return True
-        of_ranks: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, failure_to_start(variant, [one.layer for one in layers]))
-        failures = [(rank, failure) for rank, failure in enumerate(of_ranks) if failure is not None]
-        if failures:
+        # Where one rank lacks its package, the others would wait for that rank in what all of them make together.
+        failure = self._first_failure(missing_package(variant) if layers else None)
+        if failure is None:
+            failure = self._first_failure(failure_to_start(variant, [one.layer for one in layers]))
+        if failure is not None:
             release_buffers(variant)
-            say(AUTO, no_start_line(variant, *failures[0]))
-        else:
-            self._starting.add(variant)
-        return not failures
+            say(AUTO, no_start_line(variant, *failure))
+            return False
+        self._starting.add(variant)
+        return True
+
+    def _first_failure(self, own: str | None) -> tuple[int, str] | None:
+        """Returns the first rank on which something has failed, and how; None: on none. A collective call over the
+        world.
+
+        Args:
+            own: how it has failed on this rank; None: it has not.
+        """
+        of_ranks: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, own)
+        return next(((rank, failure) for rank, failure in enumerate(of_ranks) if failure is not None), None)
 
     def _watch(self) -> None:
         """Looks and plans anew where a choice does not rest on what it was made by any more. Nothing waits for the
@@ -363,7 +389,7 @@ class Controller:
         median = None if self._drift is None else self._drift.record(self.clock.take())
         if median is None:
             return
-        reason = self._drift.why_over(self._slowest(median))
+        reason = self._drift.why_over(self._largest(median))
         if reason is None:
             return
         ran, self.settled, self.trials = self.trying.ran, False, None
@@ -393,11 +419,11 @@ class Controller:
         self.clock.forget()
         self._drift = Drift(self.overhead, is_first=self._drift is None)
 
-    def _slowest(self, seconds: float) -> float:
+    def _largest(self, value: float) -> float:
         """Returns the largest value of all ranks."""
-        time_of_step = torch.tensor(seconds, dtype=torch.float64, device=device_of(dist.group.WORLD))
-        dist.all_reduce(time_of_step, dist.ReduceOp.MAX)
-        return time_of_step.item()  # host synchronisation: in trials, and once a window of Drift
+        largest = torch.tensor(value, dtype=torch.float64, device=device_of(dist.group.WORLD))
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.item()  # host synchronisation: in trials, and once a window of Drift
 
     def _synchronize(self) -> None:
         if torch.cuda.is_available():

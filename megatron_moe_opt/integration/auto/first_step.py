@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from megatron_moe_opt.integration.auto.sample_saving import worth_moving
 from megatron_moe_opt.integration.auto.stock_variants import stock_variants
 from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, routes_together
-from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
@@ -33,6 +32,22 @@ REPLICATED_START = "monta:O1"  # what runs first where stock refuses to train
 
 
 @dataclass(frozen=True)
+class SeenExperts:
+    """What the experts of one layer of one rank were seen to do in a step, and what their parameters are."""
+
+    outside: tuple[int, ...] | None = None
+    """The shape of something trained that takes part in them and is none of their parameters; None: nothing does."""
+    draw: bool = False
+    """Whether they draw random numbers."""
+    trained: bool = True
+    """Whether any of their parameters is trained."""
+    dtypes: tuple[str, ...] = ()
+    """The dtypes of their parameters."""
+    group: int = 0
+    """The first of the ranks that share the layer's experts."""
+
+
+@dataclass(frozen=True)
 class Seen:
     """What one layer of one rank was seen to do in a step."""
 
@@ -43,6 +58,8 @@ class Seen:
     """Number of forward passes."""
     tokens: tuple[int, int] = (0, 0)
     """The fewest and the most tokens of a pass."""
+    experts: SeenExperts = SeenExperts()
+    """What its experts showed."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,11 @@ class FirstStep:
     """The part of the bytes between nodes that `netmoe` would have saved; None: not known."""
     at_home: str | None = None
     """Why samples do not move, though `netmoe` could run; None: they may."""
+
+    @property
+    def workloads(self) -> list[LayerWorkload]:
+        """Those of all layers of all ranks."""
+        return [one.workload for of_rank in self.seen for one in of_rank]
 
     @property
     def spare(self) -> int | None:
@@ -128,9 +150,8 @@ class Alike:
 
 def tried_by_plan(plan: Plan, config: Any, first: FirstStep) -> Alike:
     """Returns what a plan.json has all layers try, whatever their shape."""
-    workloads = _workloads(first)
-    beside, not_beside = stock_variants(config, workloads, first.tokens, first.spare)
-    run = _run(config, {one.workers for one in workloads}, samples_may_move=False)
+    beside, not_beside = stock_variants(config, first.workloads, first.tokens, first.spare)
+    run = _run(config, first.seen, samples_may_move=False)
     ran = runs_first(config, plan)
     allowed, refused = _allowed(config, plan.candidates, run, first.rooms, ran)
     variants = set(plan.layers.values())
@@ -140,13 +161,8 @@ def tried_by_plan(plan: Plan, config: Any, first: FirstStep) -> Alike:
 
 
 def tried_by_profile(cluster: Cluster, config: Any, options: Options, first: FirstStep) -> tuple[Alike, ...]:
-    """Returns what a profile has the layers of each shape try, those first that take most time.
-
-    Raises:
-        ConfigurationError: no layer has run on any rank.
-    """
-    workloads = _workloads(first)
-    beside, not_beside = stock_variants(config, workloads, first.tokens, first.spare)
+    """Returns what a profile has the layers of each shape try, those first that take most time."""
+    beside, not_beside = stock_variants(config, first.workloads, first.tokens, first.spare)
     by_shape, ran = first.by_shape, runs_first(config)
     by_time: list[tuple[float, Alike]] = []
     for shape, of_ranks in by_shape.items():
@@ -156,7 +172,7 @@ def tried_by_profile(cluster: Cluster, config: Any, options: Options, first: Fir
         refused = {one.variant: one for one in not_here}
         found, at_home = worth_moving(found, first.placement_saving, first.at_home, unlike=len(by_shape) > 1)
         refused |= {one.variant: one for one in at_home}
-        run = _run(config, {shape.workers}, samples_may_move=True)
+        run = _run(config, of_ranks, samples_may_move=True)
         allowed, not_allowed = _allowed(config, found, run, first.rooms, ran)
         choice, passes = in_fewest_parts(best(allowed), allowed), _most_passes(of_ranks)
         without_timelines = tuple(dataclasses.replace(one, timelines=()) for one in allowed)
@@ -187,13 +203,6 @@ def refusal(config: Any, variant: str) -> str | None:
     return None
 
 
-def _workloads(first: FirstStep) -> list[LayerWorkload]:
-    found = [one.workload for of_rank in first.seen for one in of_rank]
-    if not found:
-        raise ConfigurationError(f"--moe-token-dispatcher-type {AUTO}: no MoE layer has run in the first step")
-    return found
-
-
 def _workload(of_ranks: Sequence[Sequence[Seen]]) -> LayerWorkload:
     """Returns that of layers of one shape: the most tokens of any, and rows as uneven as theirs were."""
     alike = [one for of_rank in of_ranks for one in of_rank]
@@ -210,13 +219,44 @@ def _most_passes(of_ranks: Sequence[Sequence[Seen]]) -> int:
     return max(sum(one.passes for one in of_rank) for of_rank in of_ranks)
 
 
-def _run(config: Any, workers: set[tuple[int, ...]], samples_may_move: bool) -> Run:
+def _run(config: Any, of_ranks: Sequence[Sequence[Seen]], samples_may_move: bool) -> Run:
     """Returns what decides whether layers can change to a system and from it.
 
     Args:
-        workers: of each network level of the expert-parallel groups, as this run finds them.
+        of_ranks: what each rank saw of these layers, in their order.
     """
-    return Run(frozenset(workers), routes_together(config), samples_may_move=samples_may_move)
+    seen = [one for of_rank in of_ranks for one in of_rank]
+    return Run(
+        workers=frozenset(one.workload.workers for one in seen),
+        routes_together=routes_together(config),
+        samples_may_move=samples_may_move,
+        outside=next((one.experts.outside for one in seen if one.experts.outside is not None), None),
+        experts_draw=any(one.experts.draw for one in seen),
+        some_frozen=_some_frozen(of_ranks),
+        dtypes=_several_dtypes(of_ranks),
+    )
+
+
+def _some_frozen(of_ranks: Sequence[Sequence[Seen]]) -> bool:
+    """Whether the experts of some layer are frozen on some ranks that share them, and not on others. Those of whole
+    layers, and of stages, may be.
+    """
+    return any(len({one.trained for one in of_layer}) > 1 for of_layer in _by_layer(of_ranks))
+
+
+def _several_dtypes(of_ranks: Sequence[Sequence[Seen]]) -> tuple[str, ...]:
+    """Returns the dtypes of a layer's experts on all ranks that share them, where these are several; else none."""
+    found = ({dtype for one in of_layer for dtype in one.dtypes} for of_layer in _by_layer(of_ranks))
+    return next((tuple(sorted(dtypes)) for dtypes in found if len(dtypes) > 1), ())
+
+
+def _by_layer(of_ranks: Sequence[Sequence[Seen]]) -> Iterable[list[SeenExperts]]:
+    """Returns, for each layer, what the ranks that share its experts saw of them: such ranks have the same layers."""
+    found: dict[tuple[int, int], list[SeenExperts]] = {}
+    for of_rank in of_ranks:
+        for number, one in enumerate(of_rank):
+            found.setdefault((one.experts.group, number), []).append(one.experts)
+    return found.values()
 
 
 def _allowed(

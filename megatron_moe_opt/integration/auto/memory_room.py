@@ -38,8 +38,11 @@ class Room:
         return not self.passes or _taken(self.passes * above, communicators) <= self.spare
 
     def needed(self, above: int, communicators: int) -> int:
-        """Returns the bytes that have to be free between two steps for a step that holds so many more in all."""
-        return self.at_work + int(_taken(above, communicators) / MOST_OF_FREE)
+        """Returns the bytes that have to be free between two steps for a step that holds so many more in all; 0: it
+        takes nothing besides.
+        """
+        taken = _taken(above, communicators)
+        return self.at_work + int(taken / MOST_OF_FREE) if taken else 0
 
 
 def _taken(above: int, communicators: int) -> int:

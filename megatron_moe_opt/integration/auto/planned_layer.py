@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.auto.experts_look import ExpertsLook
 from megatron_moe_opt.integration.auto.first_step import Seen
 from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, needs_as_many_tokens, stock_dispatcher
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
+from megatron_moe_opt.integration.micro_batches import trains
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
@@ -36,6 +38,7 @@ class PlannedLayer:
         computed here together, and the most and the fewest tokens that one of them had.
         """
         self._is_looking = False
+        self._experts = ExpertsLook(layer.experts)
         self.current = ALLTOALL
         self._plug = plug
         self._stock = copy.copy(layer.token_dispatcher)
@@ -81,13 +84,15 @@ class PlannedLayer:
     def look(self) -> None:
         """Counts from here on, until it says what was seen."""
         self._is_looking, self.passes, self.rows, self.tokens, self.fewest = True, 0, 0, 0, 0
+        self._experts.again()
 
     def seen(self) -> Seen | None:
         """Returns what the layer did since it was looked at; None: no pass. It counts no more."""
         self._is_looking = False
         if not self.passes:
             return None
-        return Seen(self.workload(), self.rows / self.passes, self.passes, (self.fewest, self.tokens))
+        experts = self._experts.seen(self.groups.joint)
+        return Seen(self.workload(), self.rows / self.passes, self.passes, (self.fewest, self.tokens), experts)
 
     def workload(self) -> LayerWorkload:
         """Returns the workload of one micro-batch, routed evenly."""
@@ -120,14 +125,15 @@ class PlannedLayer:
         needs_as_many = needs_as_many_tokens(layer.config, self.current)
         if needs_as_many and inputs:
             # Passes of an evaluation may have other tokens on each rank; all ranks evaluate together.
-            self.layer.token_dispatcher = self._built[self.current][0] if layer.training else copy.copy(self._stock)
-        if not layer.training or not inputs or is_recomputing():
+            self.layer.token_dispatcher = self._built[self.current][0] if trains(layer) else copy.copy(self._stock)
+        if not trains(layer) or not inputs or is_recomputing():
             return
         tokens = inputs[0].shape[:-1].numel()
         if self._is_looking:
             self.fewest = min(self.fewest, tokens) if self.passes else tokens
             self.passes += 1
             self.tokens = max(self.tokens, tokens)
+            self._experts.before_pass()
         elif needs_as_many and tokens != self.tokens:
             raise ConfigurationError(
                 f"--moe-token-dispatcher-type {AUTO} runs {self.current}, which takes as many tokens from each rank: "
@@ -135,6 +141,6 @@ class PlannedLayer:
             )
 
     def _see_rows(self, experts: Any, inputs: tuple[Any, ...] | None) -> None:
-        # Called without inputs by expert_migration_layer._finish_parameter_sync.
-        if self._is_looking and inputs and experts.training and not is_recomputing():
+        # Megatron's fused experts call hooks without inputs.
+        if self._is_looking and inputs and trains(experts) and not is_recomputing():
             self.rows += inputs[0].size(0)

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.integration.layer.netmoe_layer import balances_ranks
 from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_routers, holds_replicated_tokens
+from megatron_moe_opt.integration.micro_batches import trains
 from megatron_moe_opt.kernels import place_samples
 from megatron_moe_opt.planning.choosing.trials import NEAR
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
@@ -52,7 +53,7 @@ class SampleRouting:
         return torch.stack(passes).cpu().numpy()  # host synchronisation: after a step that is planned by
 
     def _hear(self, router: Any, inputs: tuple[Any, ...], outputs: tuple[Any, torch.Tensor]) -> None:
-        if not router.training:
+        if not trains(router):
             return
         tokens, samples = inputs[0].shape[:2]
         self.samples = max(self.samples, samples)

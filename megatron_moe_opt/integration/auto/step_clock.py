@@ -15,12 +15,14 @@ class StepClock:
     that clears none, or where an evaluation came between, it begins with its first layer.
     """
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], stages: int = 1, chunks: int = 1) -> None:
         """
         Args:
             now: returns the seconds at which a step begins, when the device has done what came before.
+            stages: of the pipeline.
+            chunks: parts of the model on each of them, virtual stages.
         """
-        self._now = now
+        self._now, self._stages, self._chunks = now, stages, chunks
         self.began: float | None = None
         """The time at which the step under way began; None: no layer has run in it yet."""
         self._cleared: float | None = None
@@ -61,4 +63,10 @@ class StepClock:
         """
         began = self.began
         self.forget()
-        return 0.0 if began is None else (time.perf_counter() - began) * self._timed_as / self._micro_batches
+        if began is None:
+            return 0.0
+        return (time.perf_counter() - began) * self._turns(self._timed_as) / self._turns(self._micro_batches)
+
+    def _turns(self, micro_batches: int) -> int:
+        """Returns how long a step of so many takes, in passes of one chunk: a pipeline fills and drains besides."""
+        return micro_batches * self._chunks + self._stages - 1

@@ -72,6 +72,14 @@ def stock_dispatcher(layer: Any, variant: str) -> Any:
     return dispatcher
 
 
+def missing_package(variant: str) -> str | None:
+    """Returns what this rank lacks for the variant, as the end of a sentence; None: nothing. Another may lack it."""
+    from megatron_moe_opt.integration.flex_backends import missing_for_flex
+
+    name, _, backend = variant.partition(":")
+    return missing_for_flex(backend) if name == FLEX else None
+
+
 def failure_to_start(variant: str, layers: Sequence[Any]) -> str | None:
     """Returns what keeps the variant from running on this rank, found by making what it communicates with; None:
     nothing.

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -134,15 +134,21 @@ def _finish_parameter_sync(experts: Any) -> None:
     Megatron's DDP does that in forward pre-hooks of the modules that hold the weights; here weights are read earlier.
     The hooks are called as Megatron's own fused experts call them (TEGroupedMLP, from 0.18 on).
     """
-    for module in experts.modules():
-        for hook in module._forward_pre_hooks.values():
-            hook(module, None)
+    for module, hook in _waiting_hooks(experts):
+        hook(module, None)
 
 
 def _is_synchronized_late(experts: Any) -> bool:
     """Whether `_finish_parameter_sync` may have something to wait for."""
-    hooks = (hook for module in experts.modules() for hook in module._forward_pre_hooks.values())
-    return any(not isinstance(getattr(hook, "__self__", None), WatchedExperts) for hook in hooks)
+    return any(True for _ in _waiting_hooks(experts))
+
+
+def _waiting_hooks(experts: Any) -> Iterator[tuple[Any, Callable[..., None]]]:
+    """Yields the hooks of Megatron's DDP, with their modules. Those of others may read inputs, and there are none."""
+    for module in experts.modules():
+        for hook in module._forward_pre_hooks.values():
+            if str(getattr(hook, "__module__", None)).startswith("megatron.core.distributed."):
+                yield module, hook
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
@@ -170,8 +176,8 @@ class WatchedExperts:
     def __exit__(self, *_: object) -> None:
         self._called = False
 
-    def _check(self, _: Any, arguments: tuple[Any, ...] | None) -> None:
-        if arguments is None or self._called or not is_recomputing():  # None: see _finish_parameter_sync
+    def _check(self, *_: Any) -> None:
+        if self._called or not is_recomputing():
             return
         plugged = self._layer.token_dispatcher
         if plugged is self._dispatcher() and plugged.dispatcher.migrated is not None:  # `auto` plugs others, too

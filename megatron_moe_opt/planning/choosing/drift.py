@@ -40,25 +40,29 @@ class Drift:
         self._seconds: list[float] = []
 
     def record(self, seconds: float) -> float | None:
-        """Takes the time of a step on this rank. Returns the median of a window that it completes."""
+        """Takes the time of a step on this rank; 0: no layer has run in it, as it was another model's. Returns the
+        median of a window that it completes, without such steps; 0: there were no others.
+        """
         self._seconds.append(seconds)
         if len(self._seconds) < WINDOW:
             return None
-        median, self._seconds = statistics.median(self._seconds), []
-        return median
+        timed, self._seconds = [one for one in self._seconds if one], []
+        return statistics.median(timed) if timed else 0.0
 
     def why_over(self, median: float) -> str | None:
         """Returns why the choice is to be made anew, in words; None: it stays.
 
         Args:
-            median: of the window that has just ended, the same on all ranks.
+            median: of the window that has just ended, the same on all ranks; 0: it tells nothing.
         """
+        if not median:
+            return None
         self._since, self._steps = self._since + WINDOW * median, self._steps + WINDOW
         if self.usual is None:
             self.usual = median
         if self._cost > MOST_COST * self._since:
             return None
-        ratio = median / self.usual if self.usual > 0 else 1.0
+        ratio = median / self.usual
         if not 1 / (1 + DRIFT) <= ratio <= 1 + DRIFT:
             return f"a step takes {median * 1e3:.1f} ms, {ratio:.2f} of what it took then"
         if self._is_first and self._steps >= LEARNT:

@@ -9,13 +9,14 @@ it (saved_middle.py), or not saved at all and recomputed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.autograd.graph import Node
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.engine.random_states import RandomStates
@@ -220,12 +221,18 @@ class ExpertCall:
         return nullcontext() if borrowed is None else borrowed.arrived.hooks()
 
 
-def _check_leaves(exit_: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-    """Refuses, with ConfigurationError, experts with something trained in their graph that `parameters` does not have:
-    nobody would ask for its gradient.
+def trained_beside(
+    end: Node | None, parameters: Sequence[torch.Tensor], begins: Iterable[Node] = ()
+) -> torch.Tensor | None:
+    """Returns a tensor that is trained in the graph that ends at a node, and is none of the parameters; None: there is
+    none.
+
+    Args:
+        end: None: there is no graph.
+        begins: nodes at which the graph is left, as it is at what made a parameter.
     """
-    known, nodes = {id(one) for one in parameters}, [exit_.grad_fn]
-    seen = {None, *(one.grad_fn for one in parameters)}  # what made a parameter, if anything, is not the experts'
+    known, nodes = {id(one) for one in parameters}, [end]
+    seen = {None, *begins, *(one.grad_fn for one in parameters)}
     while nodes:
         node = nodes.pop()
         if node in seen:
@@ -233,12 +240,22 @@ def _check_leaves(exit_: torch.Tensor, parameters: Sequence[torch.Tensor]) -> No
         seen.add(node)
         nodes += [before for before, _ in node.next_functions]
         leaf = getattr(node, "variable", None)
-        if leaf is not None and leaf.numel() and id(leaf) not in known:  # the anchor has no elements
-            raise ConfigurationError(
-                f"--moe-token-dispatcher-type mpmoe: a trained tensor of shape {list(leaf.shape)} takes part in the "
-                "experts without being a parameter of the layer's experts module, and would get no gradient from them: "
-                "make it one, or use monta, which leaves the call of the experts to Megatron"
-            )
+        if leaf is not None and leaf.numel() and id(leaf) not in known:  # anchors of graphs have no elements
+            return leaf
+    return None
+
+
+def _check_leaves(exit_: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+    """Refuses, with ConfigurationError, experts with something trained in their graph that `parameters` does not have:
+    nobody would ask for its gradient.
+    """
+    leaf = trained_beside(exit_.grad_fn, parameters)
+    if leaf is not None:
+        raise ConfigurationError(
+            f"--moe-token-dispatcher-type mpmoe: a trained tensor of shape {list(leaf.shape)} takes part in the "
+            "experts without being a parameter of the layer's experts module, and would get no gradient from them: "
+            "make it one, or use monta, which leaves the call of the experts to Megatron"
+        )
 
 
 @contextmanager
