@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_moe_opt.kernels.chunk_copy import ChunkList, copy_chunks
-from megatron_moe_opt.kernels.count_tokens import count_routing_map, count_topk
+from megatron_moe_opt.kernels.count_tokens import count_routing_map
 from megatron_moe_opt.kernels.extension import build_info
 from megatron_moe_opt.kernels.host_pool import empty
 from megatron_moe_opt.kernels.packed_rows import (
@@ -33,7 +33,6 @@ __all__ = [
     "build_row_map_by_sample",
     "copy_chunks",
     "count_routing_map",
-    "count_topk",
     "empty",
     "gather_rows",
     "narrow_rows",
