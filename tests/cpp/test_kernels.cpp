@@ -432,8 +432,16 @@ void test_pool() {
   expect(stats.used_bytes == 0, "every block came back", "pool");
   expect(stats.cached_bytes > 0 && stats.cached_bytes <= int64_t{8} << 20, "the cache is bounded", "pool");
   expect(stats.hits > 0 && stats.hits + stats.misses == 2000, "hits and misses", "pool");
-  pool::trim();
-  expect(pool::stats().cached_bytes == 0, "trimmed", "pool");
+  pool::set_limit(0);
+  expect(pool::stats().cached_bytes == 0, "emptied", "pool");
+  pool::set_limit(int64_t{3} << 20);
+  void* blocks[] = {pool::allocate(1 << 20), pool::allocate(2 << 20), pool::allocate(1 << 20)};
+  for (void* block : blocks) pool::release(block);
+  expect(pool::stats().cached_bytes == int64_t{3} << 20, "the first block is gone", "pool");
+  void *small = pool::allocate(1 << 20), *large = pool::allocate(2 << 20);
+  expect(small == blocks[2] && large == blocks[1], "the other two are kept", "pool");
+  pool::release(small);
+  pool::release(large);
 }
 
 }  // namespace

@@ -355,8 +355,6 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "keep_uncaught_exceptions": lambda draw: [],
     "uncaught_exception": lambda draw: [],
     "host_pool_stats": lambda draw: [],
-    "host_pool_trim": lambda draw: [],
-    "host_pool_set_limit": lambda draw: [draw.choice((0, 4096, 1 << 20, 1 << 30))],
 }  # fmt: skip
 
 
