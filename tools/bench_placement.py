@@ -82,6 +82,24 @@ def topic_counts(rng: np.random.Generator, samples: int, experts: int) -> np.nda
     return sum(rng.multinomial(2 * 1024, layer / layer.sum(1, keepdims=True)) for layer in layers)
 
 
+def transfer_costs(
+    num: torch.Tensor, expert_device: torch.Tensor, device_node: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what a sample would transfer if it were on each node and on each device (eq. 8).
+
+    Args:
+        num: [I, E], tokens that sample i exchanges with expert e. expert_device: int64 [E]. device_node: int64 [J].
+
+    Returns:
+        In the dtype of `num`: c [I, N], tokens between nodes if sample i is on node n, and c' [I, J], tokens between
+        devices of the same node if sample i is on device j.
+    """
+    num_nodes = int(device_node.max()) + 1 if device_node.numel() else 0
+    on_device = num.new_zeros(num.size(0), device_node.numel()).index_add_(1, expert_device, num)
+    on_node = num.new_zeros(num.size(0), num_nodes).index_add_(1, device_node, on_device)
+    return num.sum(1, keepdim=True) - on_node, on_node[:, device_node] - on_device
+
+
 def linear_sum_assignment() -> Assign | None:
     """Returns scipy's solver, or None where scipy is not installed."""
     try:
@@ -120,7 +138,7 @@ class TwoStages:
     """A problem of placing samples on nodes, then on the devices of each node; 64 experts on 16 devices."""
 
     def __init__(self, rng: np.random.Generator, samples: int, nodes: int) -> None:
-        from megatron_moe_opt.kernels import place_samples, transfer_costs
+        from megatron_moe_opt.kernels import place_samples
 
         self.place_samples = place_samples
         self.samples, self.nodes = samples, nodes
