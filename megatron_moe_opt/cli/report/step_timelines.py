@@ -99,7 +99,7 @@ def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | 
 
     layer = layers_under_test(settings, ep, device, permute_fusion=False)[_variant(settings)]
     for _ in range(settings.warmup):
-        layer.recorded_step()
+        layer.observed_step()
     recorded = record_step(layer, settings.steps, device, rank)
     names = PASSES if settings.dispatch_only else ("forward", "backward")
     return StepTimelines(recorded.rank, dict(zip(names, recorded.timelines, strict=True)), None)
