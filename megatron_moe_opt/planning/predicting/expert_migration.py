@@ -36,6 +36,7 @@ from megatron_moe_opt.schedules.hops import HopBytes, HopStages, level_of
 from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
+from megatron_moe_opt.topology.layouts import divisors
 
 Curves = Mapping[tuple[Kind, int, int], CostCurve]
 """The curves by kind of collective, level, and ranks of the group: seconds over bytes as Op.size counts them."""
@@ -54,9 +55,7 @@ def role(kind: Kind, workers: Sequence[int], level: int, ranks: int) -> str:
 
 def realisable_groups(workers: Sequence[int]) -> list[tuple[int, int]]:
     """Returns (level, ranks) of every group of more than one rank that some choice of domain sizes makes."""
-    return [
-        (level, ranks) for level, number in enumerate(workers) for ranks in range(2, number + 1) if number % ranks == 0
-    ]
+    return [(level, ranks) for level, number in enumerate(workers) for ranks in divisors(number)[1:]]
 
 
 def measured_curves(costs: Costs, workers: Sequence[int]) -> Curves:
