@@ -112,6 +112,11 @@ def overlap(timelines: Iterable[Timeline]) -> float | None:
     return max(sum(timeline.hidden for timeline in timelines), 0.0) / hideable if hideable else None
 
 
+def numbered(timelines: Iterable[Timeline]) -> dict[str, Timeline]:
+    """Returns the timelines by name: their number, from 1 on, and their schedule's name."""
+    return {f"{number}. {one.schedule.name}": one for number, one in enumerate(timelines, start=1)}
+
+
 def one_after_another(name: str, timelines: Mapping[str, Timeline]) -> Timeline:
     """Joins timelines into one, with a part for each: each begins when the one before it has ended.
 

@@ -29,7 +29,7 @@ from megatron_moe_opt.planning.predicting.mpmoe import HOPS
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, told_together
 from megatron_moe_opt.planning.training.known_models import MONTA_CHOICES
 from megatron_moe_opt.schedules.schedule import CODEC, Kind
-from megatron_moe_opt.schedules.timeline import one_after_another
+from megatron_moe_opt.schedules.timeline import numbered, one_after_another
 from megatron_moe_opt.systems.system import FLAG, PREFIX
 from megatron_moe_opt.variants import split_variant
 
@@ -129,7 +129,7 @@ def _draw(drawn: Sequence[Prediction], drawing: Drawing, console: Console) -> No
     """Prints how the lanes of each candidate overlap, and writes them."""
     timelines = {}
     for one in drawn:
-        parts = {f"{number}. {part.schedule.name}": part for number, part in enumerate(one.timelines, start=1)}
+        parts = numbered(one.timelines)
         console.print(timelines_table(one.variant, parts))
         timelines["planned" if len(drawn) == 1 else one.variant] = one_after_another(one.variant, parts)
     write_timelines(timelines, drawing.files, console)

@@ -34,7 +34,7 @@ from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import expert_migration as schedules
 from megatron_moe_opt.schedules.hops import HopBytes, HopStages, level_of
 from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane, Op, Schedule
-from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
+from megatron_moe_opt.schedules.timeline import Timeline, numbered, one_after_another
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 from megatron_moe_opt.topology.layouts import divisors
 
@@ -251,13 +251,9 @@ def timelines(
         way = HopStages(domains.levels, domains.hops)
         out, back = (build(hopping, way) for build in (schedules.hop_out, schedules.hop_back))
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
-        in_order = [*before, out, experts, back, *after]
-        parts = {
-            f"{number}. {schedule.name}": simulate(schedule, _seconds_of_ops(layer, domains, curves, seconds, codec))
-            for number, schedule in enumerate(in_order, start=1)
-            if schedule.ops
-        }
-        found.append(one_after_another("forward" if forward else "backward", parts))
+        cost = _seconds_of_ops(layer, domains, curves, seconds, codec)
+        parts = [simulate(schedule, cost) for schedule in (*before, out, experts, back, *after) if schedule.ops]
+        found.append(one_after_another("forward" if forward else "backward", numbered(parts)))
     return found
 
 
