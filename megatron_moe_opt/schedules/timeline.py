@@ -66,7 +66,7 @@ class Timeline:
         return tuple(span for span in self.spans if span.op.lane is lane)
 
     def titled(self, name: str) -> str:
-        """Returns what it is called where it is shown as `name`: that, and its schedule's name where it is another."""
+        """Returns the title of a picture of it: `name`, and its schedule's name where that is another one."""
         return name if name == self.schedule.name else f"{name}: {self.schedule.name}"
 
     def busy(self, lane: Lane) -> float:
