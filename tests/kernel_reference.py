@@ -151,22 +151,9 @@ def sr_decode(values: torch.Tensor, indices: torch.Tensor, shared: torch.Tensor)
     return expert.view_as(shared)
 
 
-def count_topk(experts: torch.Tensor, num_experts: int, num_samples: int, *, batch_first: bool = False) -> torch.Tensor:
-    """Returns int64 [samples, experts]: how often a sample's tokens chose each expert, as `kernels.count_topk` does."""
-    length = experts.size(0) // num_samples
-    rows = [
-        slice(i * length, (i + 1) * length) if batch_first else slice(i, None, num_samples) for i in range(num_samples)
-    ]
-    return torch.stack([torch.bincount(experts[own].flatten(), minlength=num_experts) for own in rows])
-
-
-def count_routing_map(routing_map: torch.Tensor, num_samples: int, *, batch_first: bool = False) -> torch.Tensor:
+def count_routing_map(routing_map: torch.Tensor, num_samples: int) -> torch.Tensor:
     """Returns int64 [samples, experts]: a sample's tokens of each expert, as `kernels.count_routing_map` does."""
-    length, num_experts = routing_map.size(0) // num_samples, routing_map.size(1)
-    routed = routing_map.view(torch.uint8) != 0
-    if batch_first:
-        return routed.view(num_samples, length, num_experts).sum(1)
-    return routed.view(length, num_samples, num_experts).sum(0)
+    return (routing_map.view(torch.uint8) != 0).view(-1, num_samples, routing_map.size(1)).sum(0)
 
 
 def kuhn_munkres(cost: torch.Tensor, capacity: torch.Tensor) -> torch.Tensor:

@@ -175,7 +175,7 @@ def _measured(
 
 def _pipeline_seconds(layer: LayerUnderTest, device: torch.device) -> float:
     """Returns the time in the pipelines of a step: the median over steps of the slowest rank's sum."""
-    sums = [sum(timeline.seconds for timeline in layer.recorded_step()) for _ in range(RECORDED_STEPS)]
+    sums = [sum(timeline.seconds for timeline in layer.observed_step()[0]) for _ in range(RECORDED_STEPS)]
     return statistics.median(slowest(sums, device))
 
 

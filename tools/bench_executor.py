@@ -11,9 +11,8 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.table import Table
 
-from megatron_moe_opt.cli.console import report_console
+from megatron_moe_opt.cli.console import report_console, table_of
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.steps import Steps
@@ -34,9 +33,8 @@ def bench_executor(
 ) -> None:
     """Microseconds an op of chains that go round 1, 2 and 3 lanes, every op waiting for the one before it."""
     check_device(device)
-    table = Table(title=f"Empty ops on {device.value}, each waiting for the one before")
-    for heading in ("lanes", "median us an op", "least-largest"):
-        table.add_column(heading, justify="right")
+    title = f"Empty ops on {device.value}, each waiting for the one before"
+    table = table_of(title, ("lanes", "median us an op", "least-largest"), names=0)
     for num_lanes in range(1, len(LANES) + 1):
         ops = tuple(
             Op(Kind.COPY, LANES[index % num_lanes], index, waits_for=(index - 1,) if index else ())

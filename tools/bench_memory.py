@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 
 from megatron_moe_opt.cli.bench.live_memory import device_memory
-from megatron_moe_opt.cli.console import report_console
+from megatron_moe_opt.cli.console import report_console, table_of
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, whole_numbers
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
@@ -194,16 +194,14 @@ def _of_one_step(layer: LayerUnderTest, device: torch.device) -> MemoryUse:
 
 def _table(rows: Sequence[MemoryRow], dtype: str, device: torch.device) -> Table:
     what = "CUDA's allocator" if device.type == "cuda" else "live tensors"
-    table = Table(
-        title=f"Memory of one MoE layer's step, {dtype}, by {what}; MB of the rank that has most",
+    table = table_of(
+        f"Memory of one MoE layer's step, {dtype}, by {what}; MB of the rank that has most",
+        ("shape", "tokens", "partitions", "strategy", "model states", "held without", "peak without", "held", "peak",
+         "host", "saved", "eq. 6", "saved / eq. 6"),
+        names=4,
         caption="held: from forward to backward; without: the same partitions without reuse; saved: of model states "
         "and peak without reuse; eq. 6: the paper's phi",
-    )
-    for header in ("shape", "tokens", "partitions", "strategy"):
-        table.add_column(header)
-    headers = "model states", "held without", "peak without", "held", "peak", "host", "saved", "eq. 6", "saved / eq. 6"
-    for header in headers:
-        table.add_column(header, justify="right")
+    )  # fmt: skip
     for row in rows:
         sizes = row.model_states, row.without.held, row.without.peak, row.use.held, row.use.peak, row.use.host
         table.add_row(

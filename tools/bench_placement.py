@@ -3,9 +3,8 @@
 The solver's counterpart is `scipy.optimize.linear_sum_assignment` on the matrix in which every sink is copied once for
 each of its places; that matrix is ready made, while ours starts from num. Every placement is checked against scipy's
 cost. Where PuLP is installed (`pip install pulp`), the integer program of NetMoE's eq. 10 is solved beside them as in
-the paper's Table 4, of few problems, with building it, and checked likewise. Counting's counterparts are the sum of a
-routing map and `torch.bincount`, which counts sample * E + expert: routers give experts alone, so that this index is
-part of counting; with the index ready made it is shown too.
+the paper's Table 4, of few problems, with building it, and checked likewise. Counting's counterpart is PyTorch's sum
+of the routing map.
 
 Shapes: I samples of L tokens, E experts, K experts of a token, J devices, N nodes.
 """
@@ -68,8 +67,7 @@ def measure_placement(device: torch.device, repeats: int, seed: int) -> list[Pla
     rows = [row for samples, nodes in TWO_STAGES for row in measure_two_stages(rng, samples, nodes, repeats)]
     rows += [measure_one_stage(rng, samples, sinks, repeats) for samples, sinks in ONE_STAGE]
     for samples, length, topk, experts in COUNTS:
-        for batch_first in (False, True):
-            rows += measure_counts(device, samples, length, topk, experts, batch_first, repeats, seed)
+        rows.append(measure_counts(device, samples, length, topk, experts, repeats, seed))
     return rows
 
 
@@ -82,6 +80,24 @@ def topic_counts(rng: np.random.Generator, samples: int, experts: int) -> np.nda
     mixes = rng.dirichlet(np.full(16, 0.1), samples)
     layers = (mixes @ rng.dirichlet(np.full(experts, 0.3), 16) for _ in range(2))
     return sum(rng.multinomial(2 * 1024, layer / layer.sum(1, keepdims=True)) for layer in layers)
+
+
+def transfer_costs(
+    num: torch.Tensor, expert_device: torch.Tensor, device_node: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what a sample would transfer if it were on each node and on each device (eq. 8).
+
+    Args:
+        num: [I, E], tokens that sample i exchanges with expert e. expert_device: int64 [E]. device_node: int64 [J].
+
+    Returns:
+        In the dtype of `num`: c [I, N], tokens between nodes if sample i is on node n, and c' [I, J], tokens between
+        devices of the same node if sample i is on device j.
+    """
+    num_nodes = int(device_node.max()) + 1 if device_node.numel() else 0
+    on_device = num.new_zeros(num.size(0), device_node.numel()).index_add_(1, expert_device, num)
+    on_node = num.new_zeros(num.size(0), num_nodes).index_add_(1, device_node, on_device)
+    return num.sum(1, keepdim=True) - on_node, on_node[:, device_node] - on_device
 
 
 def linear_sum_assignment() -> Assign | None:
@@ -122,7 +138,7 @@ class TwoStages:
     """A problem of placing samples on nodes, then on the devices of each node; 64 experts on 16 devices."""
 
     def __init__(self, rng: np.random.Generator, samples: int, nodes: int) -> None:
-        from megatron_moe_opt.kernels import place_samples, transfer_costs
+        from megatron_moe_opt.kernels import place_samples
 
         self.place_samples = place_samples
         self.samples, self.nodes = samples, nodes
@@ -205,38 +221,18 @@ def measure_one_stage(rng: np.random.Generator, samples: int, sinks: int, repeat
 
 
 def measure_counts(
-    device: torch.device, samples: int, length: int, topk: int, experts: int, batch_first: bool, repeats: int, seed: int
-) -> list[PlacementRow]:
-    """Returns the rows of counting from the experts of each token, and from a routing map."""
-    from megatron_moe_opt.kernels import count_routing_map, count_topk
+    device: torch.device, samples: int, length: int, topk: int, experts: int, repeats: int, seed: int
+) -> PlacementRow:
+    """Returns the row of counting from a routing map."""
+    from megatron_moe_opt.kernels import count_routing_map
 
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.rand(samples * length, experts, generator=generator).topk(topk).indices.to(device)
-    routing_map = torch.zeros(len(chosen), experts, dtype=torch.bool, device=device).scatter_(1, chosen, True)
-    numbers = torch.arange(samples, device=device)
-    first = (numbers.repeat_interleave(length) if batch_first else numbers.repeat(length)).unsqueeze(1) * experts
-    index = (first + chosen).flatten()
-    by_sample = routing_map.view(samples, length, -1) if batch_first else routing_map.view(length, samples, -1)
-
-    def bincount(of: torch.Tensor) -> torch.Tensor:
-        return torch.bincount(of, minlength=samples * experts)
-
-    size = f"I {samples}, L {length}, K {topk}, E {experts}" + (", batch first" if batch_first else "")
-    from_topk = {
-        "ours": lambda: count_topk(chosen, experts, samples, batch_first=batch_first),
-        "bincount": lambda: bincount(index),
-        "index, bincount": lambda: bincount((first + chosen).flatten()),
-    }
-    from_map = {
-        "ours": lambda: count_routing_map(routing_map, samples, batch_first=batch_first),
-        "sum": lambda: by_sample.sum(1 if batch_first else 0),
-    }
-    rows = []
-    for op, sides in (("count from top-k", from_topk), ("count from a map", from_map)):
-        timings = measure(sides, repeats, device)
-        ours = timings.pop("ours")
-        rows += [PlacementRow(op, size, f"torch {name}", ours, timing) for name, timing in timings.items()]
-    return rows
+    chosen = torch.rand(samples * length, experts, generator=torch.Generator().manual_seed(seed)).topk(topk).indices
+    routing_map = torch.zeros(len(chosen), experts, dtype=torch.bool).scatter_(1, chosen, True).to(device)
+    by_sample = routing_map.view(length, samples, experts)
+    sides = {"ours": lambda: count_routing_map(routing_map, samples), "sum": lambda: by_sample.sum(0)}
+    timings = measure(sides, repeats, device)
+    size = f"I {samples}, L {length}, K {topk}, E {experts}"
+    return PlacementRow("count from a map", size, "torch sum", timings["ours"], timings["sum"])
 
 
 def print_placement(rows: list[PlacementRow]) -> None:

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from megatron_moe_opt.cli.console import report_console
+from megatron_moe_opt.cli.console import report_console, table_of
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, whole_numbers
 from megatron_moe_opt.cli.profile.run import ProfileSettings
@@ -135,17 +134,8 @@ def _run(pipeline: SizedPipeline, device: torch.device) -> Timeline:
 
 
 def _print(points: list[SaaPoint], console: Console) -> None:
-    table = Table(title="Rows back from their experts, and shared over TP")
-    for header in (
-        "MB",
-        "all-to-all ms",
-        "AllGather ms",
-        "one after the other ms",
-        "SAA ms",
-        "times faster",
-        "min-max",
-    ):
-        table.add_column(header, justify="right")
+    headers = "MB", "all-to-all ms", "AllGather ms", "one after the other ms", "SAA ms", "times faster", "min-max"
+    table = table_of("Rows back from their experts, and shared over TP", headers, names=0)
     for point in points:
         medians = (point.all_to_all, point.all_gather, point.aas, point.saa)
         table.add_row(

@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from megatron_moe_opt.cli.console import report_console, say, say_written
+from megatron_moe_opt.cli.console import report_console, say, say_written, table_of
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, finite, whole_numbers
 from megatron_moe_opt.errors import ConfigurationError
@@ -317,16 +317,13 @@ def _heading(settings: MigrationSettings, layer: MigrationLayer) -> list[str]:
 
 
 def _table(settings: MigrationSettings, layer: MigrationLayer, link: Link, scales: list[Scale]) -> Table:
-    table = Table(
-        title=f"{link.bandwidth / 1e9:g} GB/s of a GPU between data centres, {link.latency * 1e6:g} us a message",
+    table = table_of(
+        f"{link.bandwidth / 1e9:g} GB/s of a GPU between data centres, {link.latency * 1e6:g} us a message",
+        ("data centres", "", "domain", "p", "ms", "speed-up", "sent (MB)", "held"),
+        names=2,
         caption="domain: workers that share experts, at each level; p: proportion, between data centres, that travels "
         "as tokens; sent: by a GPU between data centres; held: experts on a GPU",
     )
-    for header, justify in (
-        ("data centres", "right"), ("", "left"), ("domain", "right"), ("p", "right"), ("ms", "right"),
-        ("speed-up", "right"), ("sent (MB)", "right"), ("held", "right"),
-    ):  # fmt: skip
-        table.add_column(header, justify=justify)
     for one in scales:
         stock = f"{one.stock_seconds * 1e3:.3f}", "1.00x", f"{one.stock_sent / 1e6:.2f}", f"{layer.local_experts}"
         table.add_row(str(one.data_centres), "stock alltoall", "-", "-", *stock)

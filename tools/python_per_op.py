@@ -53,7 +53,7 @@ def main() -> None:
     for variant in variants:
         layer = layer_under_test(settings, variant, dist.get_world_size(), torch.device("cpu"))
         microseconds[variant] = _of_a_step(layer, args.steps)
-        ops = sum(len(timeline.schedule.ops) for timeline in layer.recorded_step())
+        ops = sum(len(timeline.schedule.ops) for timeline in layer.observed_step()[0])
         each = microseconds[variant] / ops
         calls = calls_of_a_step(layer).total()
         _say(

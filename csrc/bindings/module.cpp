@@ -63,6 +63,4 @@ PYBIND11_MODULE(_C, m) {
   define(m, "keep_uncaught_exceptions", keep_uncaught_exceptions);
   define(m, "uncaught_exception", uncaught_exception);
   define(m, "host_pool_stats", host_pool_stats);
-  define(m, "host_pool_trim", host_pool::trim, NoGil());
-  define(m, "host_pool_set_limit", [](Size<"the limit"> bytes) { host_pool::set_limit(bytes); }, NoGil());
 }

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "assignment/sample_placement.h"
@@ -11,54 +10,21 @@
 namespace moe_opt {
 namespace {
 
-// Rows of the routing, [I * L, ...], in samples.
-SampleLayout sample_layout(const Argument& routing, int64_t num_samples, bool batch_first) {
-  check_tensor(routing, 2, routing.device());
-  const int64_t num_tokens = routing.size(0);
-  check(num_samples > 0 && num_tokens % num_samples == 0, routing.name, " of shape ", routing.sizes(),
-        " cannot be cut into ", num_samples, " samples of equal length");
-  return {num_samples, num_tokens / num_samples, batch_first};
-}
-
-template <typename F>
-void for_sample_ranges(const SampleLayout& layout, int64_t token_bytes, const F& body) {
-  const int64_t sample_bytes = std::max<int64_t>(1, layout.tokens_per_sample * token_bytes);
-  at::parallel_for(0, layout.num_samples, std::max<int64_t>(1, kBytesPerTask / sample_bytes), body);
-}
-
-// num [I, E] from experts [I * L, K].
-Tensor count_topk(const Input<"experts">& experts, Size<"num_experts"> num_experts, Size<"num_samples"> num_samples,
-                  bool batch_first) {
-  const SampleLayout layout = sample_layout(experts, num_samples, batch_first);
-  check(experts.scalar_type() == ScalarType::Long, "experts must be int64, but are ", experts.scalar_type());
-  check(num_experts <= INT32_MAX, "the number of experts, ", num_experts, ", is out of range");
-  const int64_t topk = experts.size(1);
-  check(layout.tokens_per_sample * topk <= INT32_MAX, "a sample has 2^31 or more routed pairs");
-  Tensor num = empty_like({num_samples, num_experts}, ScalarType::Long, experts);
-  if (num.numel() == 0 || experts.numel() == 0) return num.zero_();  // however many rows of nothing there are
-  const int64_t* data = experts.const_data_ptr<int64_t>();
-  int64_t* out = num.mutable_data_ptr<int64_t>();
-  MOE_OPT_IF_CUDA(experts, cuda::count_topk(layout, data, topk, num_experts, out, call.stream)) {
-    std::atomic<bool> valid{true};
-    for_sample_ranges(layout, topk * experts.element_size(), [&](int64_t begin, int64_t end) {
-      if (!cpu::count_topk(layout, data, topk, num_experts, out, begin, end)) valid = false;
-    });
-    check(valid, "experts holds an index outside [0, ", num_experts, "), the number of experts");
-  }
-  return num;
-}
-
 // num [I, E] from routing_map [I * L, E].
-Tensor count_routing_map(const Input<"routing_map">& routing_map, Size<"num_samples"> num_samples, bool batch_first) {
+Tensor count_routing_map(const Input<"routing_map">& routing_map, Size<"num_samples"> num_samples) {
   check_routing_map(routing_map);
-  const SampleLayout layout = sample_layout(routing_map, num_samples, batch_first);
-  const int64_t num_experts = routing_map.size(1);
+  const int64_t num_tokens = routing_map.size(0), num_experts = routing_map.size(1);
+  check(num_samples > 0 && num_tokens % num_samples == 0, "routing_map of shape ", routing_map.sizes(),
+        " cannot be cut into ", num_samples, " samples of equal length");
+  const SampleLayout layout{num_samples, num_tokens / num_samples};
   Tensor num = empty_like({num_samples, num_experts}, ScalarType::Long, routing_map);
-  if (num.numel() == 0 || routing_map.numel() == 0) return num.zero_();
+  if (num.numel() == 0 || routing_map.numel() == 0) return num.zero_();  // however many rows of nothing there are
   const auto* bytes = static_cast<const uint8_t*>(routing_map.const_data_ptr());
   int64_t* out = num.mutable_data_ptr<int64_t>();
   MOE_OPT_IF_CUDA(routing_map, cuda::count_routing_map(layout, bytes, num_experts, out, call.stream)) {
-    for_sample_ranges(layout, num_experts, [&](int64_t begin, int64_t end) {
+    const int64_t sample_bytes = std::max<int64_t>(1, layout.tokens_per_sample * num_experts);
+    const int64_t grain = std::max<int64_t>(1, kBytesPerTask / sample_bytes);
+    at::parallel_for(0, layout.num_samples, grain, [&](int64_t begin, int64_t end) {
       cpu::count_routing_map(layout, bytes, num_experts, out, begin, end);
     });
   }
@@ -134,7 +100,6 @@ Tensor place_samples(const Input<"num">& num, const Input<"expert_device">& expe
 }  // namespace
 
 void bind_placement(py::module_& m) {
-  define(m, "count_topk", count_topk, NoGil());
   define(m, "count_routing_map", count_routing_map, NoGil());
   define(m, "solve_placement", solve_placement, NoGil());
   define(m, "place_samples", place_samples, NoGil());

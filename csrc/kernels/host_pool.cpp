@@ -105,15 +105,6 @@ class Pool {
     for (const FreeBlock& old : evicted) system_release(old.block, old.size);
   }
 
-  void trim() {
-    std::vector<FreeBlock> evicted;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      evicted = evict_down_to(0);
-    }
-    for (const FreeBlock& old : evicted) system_release(old.block, old.size);
-  }
-
   HostPoolStats stats() {
     std::lock_guard<std::mutex> lock(mutex_);
     return stats_;
@@ -184,7 +175,6 @@ void release(void* block) {
   if (block != nullptr) pool().release(block);
 }
 void set_limit(int64_t bytes) { pool().set_limit(bytes); }
-void trim() { pool().trim(); }
 HostPoolStats stats() { return pool().stats(); }
 
 }  // namespace host_pool

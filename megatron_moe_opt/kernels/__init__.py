@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_moe_opt.kernels.chunk_copy import ChunkList, copy_chunks
-from megatron_moe_opt.kernels.count_tokens import count_routing_map, count_topk
+from megatron_moe_opt.kernels.count_tokens import count_routing_map
 from megatron_moe_opt.kernels.extension import build_info
 from megatron_moe_opt.kernels.host_pool import empty
 from megatron_moe_opt.kernels.packed_rows import (
@@ -16,7 +16,7 @@ from megatron_moe_opt.kernels.packed_rows import (
     write_notes,
 )
 from megatron_moe_opt.kernels.permute import permute, unpermute
-from megatron_moe_opt.kernels.placement import place_samples, solve_placement, transfer_costs
+from megatron_moe_opt.kernels.placement import place_samples, solve_placement
 from megatron_moe_opt.kernels.residual_codec import sr_decode, sr_encode, sr_index_words, sr_wire_bytes
 from megatron_moe_opt.kernels.row_map import RowMap, build_row_map, build_row_map_by_sample, row_map_from_sources
 from megatron_moe_opt.kernels.wire_format import gather_rows, narrow_rows, widen_rows
@@ -33,7 +33,6 @@ __all__ = [
     "build_row_map_by_sample",
     "copy_chunks",
     "count_routing_map",
-    "count_topk",
     "empty",
     "gather_rows",
     "narrow_rows",
@@ -48,7 +47,6 @@ __all__ = [
     "sr_index_words",
     "sr_wire_bytes",
     "sum_packed_rows",
-    "transfer_costs",
     "unpermute",
     "unpermute_probs",
     "widen_rows",

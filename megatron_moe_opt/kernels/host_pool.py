@@ -25,17 +25,3 @@ def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torc
 def stats() -> dict[str, int]:
     """The pool's `used_bytes`, `cached_bytes` and the numbers of `hits` and `misses` since the process began."""
     return _C.host_pool_stats()
-
-
-def trim() -> None:
-    """Returns all cached memory to the system."""
-    _C.host_pool_trim()
-
-
-def set_limit(num_bytes: int) -> None:
-    """Bounds the cached bytes (an eighth of the machine's memory at first); the blocks unused for longest go first.
-
-    Raises:
-        ValueError: a negative number.
-    """
-    _C.host_pool_set_limit(num_bytes)

@@ -73,24 +73,6 @@ def place_samples(num: Array, expert_device: Array, device_node: Array, capacity
     return _like(num, _C.place_samples(_numbers(num, "num"), experts, nodes, places))
 
 
-def transfer_costs(
-    num: torch.Tensor, expert_device: torch.Tensor, device_node: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what a sample would transfer if it were on each node and on each device (eq. 8).
-
-    Args:
-        num: [I, E], tokens that sample i exchanges with expert e. expert_device: int64 [E]. device_node: int64 [J].
-
-    Returns:
-        In the dtype of `num`: c [I, N], tokens between nodes if sample i is on node n, and c' [I, J], tokens between
-        devices of the same node if sample i is on device j.
-    """
-    num_nodes = int(device_node.max()) + 1 if device_node.numel() else 0
-    on_device = num.new_zeros(num.size(0), device_node.numel()).index_add_(1, expert_device, num)
-    on_node = num.new_zeros(num.size(0), num_nodes).index_add_(1, device_node, on_device)
-    return num.sum(1, keepdim=True) - on_node, on_node[:, device_node] - on_device
-
-
 def _tensor(values: Array) -> torch.Tensor:
     if isinstance(values, torch.Tensor):
         return values

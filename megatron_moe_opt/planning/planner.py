@@ -49,8 +49,8 @@ def candidates(
     Raises:
         ConfigurationError: the cluster has no expert measured, or lacks what all candidates need.
     """
+    cluster.check_expert()  # whole layers are compared
     layer = LayerOnCluster(workload, cluster, below, has_room or (lambda activation_bytes: True))
-    layer.expert_costs  # noqa: B018  whole layers are compared: refuses a cluster without an expert
     found: list[Prediction] = []
     refused: list[Refusal] = []
     systems = [system for system in SYSTEMS if system.candidates]

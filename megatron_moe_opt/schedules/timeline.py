@@ -66,7 +66,7 @@ class Timeline:
         return tuple(span for span in self.spans if span.op.lane is lane)
 
     def titled(self, name: str) -> str:
-        """Returns what it is called where it is shown as `name`: that, and its schedule's name where it is another."""
+        """Returns the title of a picture of it: `name`, and its schedule's name where that is another one."""
         return name if name == self.schedule.name else f"{name}: {self.schedule.name}"
 
     def busy(self, lane: Lane) -> float:
@@ -110,6 +110,11 @@ def overlap(timelines: Iterable[Timeline]) -> float | None:
     timelines = list(timelines)
     hideable = sum(timeline.hideable for timeline in timelines)
     return max(sum(timeline.hidden for timeline in timelines), 0.0) / hideable if hideable else None
+
+
+def numbered(timelines: Iterable[Timeline]) -> dict[str, Timeline]:
+    """Returns the timelines by name: their number, from 1 on, and their schedule's name."""
+    return {f"{number}. {one.schedule.name}": one for number, one in enumerate(timelines, start=1)}
 
 
 def one_after_another(name: str, timelines: Mapping[str, Timeline]) -> Timeline:

@@ -21,7 +21,7 @@ from math import prod
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules.schedule import Kind
-from megatron_moe_opt.topology.layouts import Groups
+from megatron_moe_opt.topology.layouts import Groups, divisors
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,7 @@ def stationary(workers: tuple[int, ...]) -> ExpertDomains:
 
 def realisable(workers: tuple[int, ...]) -> Iterator[ExpertDomains]:
     """Yields every choice of domain sizes; the sizes of a level ascend, the innermost level's fastest."""
-    divisors = ([size for size in range(1, number + 1) if number % size == 0] for number in workers)
-    for sizes in product(*divisors):
+    for sizes in product(*map(divisors, workers)):
         yield ExpertDomains(workers, sizes)
 
 

@@ -177,6 +177,11 @@ class Layout:
         return strides
 
 
+def divisors(number: int) -> list[int]:
+    """Returns all divisors of a number, ascending."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 def mixes_expert_gradients(tp: int, ep: int, expert_tp: int) -> bool:
     """Whether Megatron before 0.19 sums experts' gradients over other ranks than those that hold the same experts: with
     EP 1 it takes them for dense weights, which lie as TP cuts them.

@@ -390,42 +390,21 @@ std::vector<uint8_t> test_wires(const char* isa) {
   return written;
 }
 
-// Samples on threads, both layouts, wide and narrow maps, and indices that must not be followed.
+// Samples on threads, wide and narrow maps.
 void test_counts() {
   std::mt19937 rng(8);
-  for (const bool batch_first : {false, true}) {
-    for (const int64_t num_experts : {1, 16, 300}) {
-      for (const int64_t topk : {1, 2, 3, 8}) {
-        const moe_opt::SampleLayout layout{5, 301, batch_first};
-        const int64_t num_tokens = layout.num_samples * layout.tokens_per_sample;
-        std::vector<int64_t> experts(num_tokens * topk), expected(layout.num_samples * num_experts, 0);
-        std::vector<int64_t> expected_of_map(expected), num(expected.size(), -1), num_of_map(expected.size(), -1);
-        std::vector<uint8_t> routing_map(num_tokens * num_experts);
-        for (uint8_t& routed : routing_map) routed = rng() % 3 == 0;
-        for (int64_t t = 0; t < num_tokens; ++t) {
-          const int64_t i = batch_first ? t / layout.tokens_per_sample : t % layout.num_samples;
-          for (int64_t k = 0; k < topk; ++k) {
-            experts[t * topk + k] = static_cast<int64_t>(rng() % num_experts);
-            ++expected[i * num_experts + experts[t * topk + k]];
-          }
-          for (int64_t e = 0; e < num_experts; ++e) {
-            expected_of_map[i * num_experts + e] += routing_map[t * num_experts + e];
-          }
-        }
-        in_parallel(layout.num_samples, [&](int64_t begin, int64_t end) {
-          expect(cpu::count_topk(layout, experts.data(), topk, num_experts, num.data(), begin, end), "valid", "counts");
-          cpu::count_routing_map(layout, routing_map.data(), num_experts, num_of_map.data(), begin, end);
-        });
-        expect(num == expected, "counts of experts", "counts");
-        expect(num_of_map == expected_of_map, "counts of a map", "counts");
-        for (const int64_t bad : {int64_t{-1}, num_experts, INT64_MAX, INT64_MIN}) {
-          std::vector<int64_t> wrong(experts);
-          wrong[rng() % wrong.size()] = bad;
-          expect(!cpu::count_topk(layout, wrong.data(), topk, num_experts, num.data(), 0, layout.num_samples),
-                 "an expert outside", "counts");
-        }
-      }
+  for (const int64_t num_experts : {1, 16, 300}) {
+    const moe_opt::SampleLayout layout{5, 301};
+    std::vector<uint8_t> routing_map(layout.num_samples * layout.tokens_per_sample * num_experts);
+    std::vector<int64_t> expected(layout.num_samples * num_experts, 0), num(expected.size(), -1);
+    for (size_t byte = 0; byte < routing_map.size(); ++byte) {
+      routing_map[byte] = rng() % 3 == 0;
+      expected[byte % expected.size()] += routing_map[byte];
     }
+    in_parallel(layout.num_samples, [&](int64_t begin, int64_t end) {
+      cpu::count_routing_map(layout, routing_map.data(), num_experts, num.data(), begin, end);
+    });
+    expect(num == expected, "counts of a map", "counts");
   }
 }
 
@@ -453,8 +432,16 @@ void test_pool() {
   expect(stats.used_bytes == 0, "every block came back", "pool");
   expect(stats.cached_bytes > 0 && stats.cached_bytes <= int64_t{8} << 20, "the cache is bounded", "pool");
   expect(stats.hits > 0 && stats.hits + stats.misses == 2000, "hits and misses", "pool");
-  pool::trim();
-  expect(pool::stats().cached_bytes == 0, "trimmed", "pool");
+  pool::set_limit(0);
+  expect(pool::stats().cached_bytes == 0, "emptied", "pool");
+  pool::set_limit(int64_t{3} << 20);
+  void* blocks[] = {pool::allocate(1 << 20), pool::allocate(2 << 20), pool::allocate(1 << 20)};
+  for (void* block : blocks) pool::release(block);
+  expect(pool::stats().cached_bytes == int64_t{3} << 20, "the first block is gone", "pool");
+  void *small = pool::allocate(1 << 20), *large = pool::allocate(2 << 20);
+  expect(small == blocks[2] && large == blocks[1], "the other two are kept", "pool");
+  pool::release(small);
+  pool::release(large);
 }
 
 }  // namespace

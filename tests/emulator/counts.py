@@ -65,7 +65,6 @@ def ops() -> dict[str, Callable[[], object]]:
     expert = torch.rand(17_000).to(DEVICE)
     shared, kept = torch.zeros_like(expert), 100
     values, indices = extension.sr_encode(expert, shared, kept)
-    chosen = torch.zeros(num_tokens, topk, dtype=torch.int64).to(DEVICE)
     chunk_tensors = (chunks.source_rows, chunks.target_rows, chunks.row_counts, chunks.num_rows)
     out = torch.zeros_like(rows)
     coded = torch.zeros(rows.size(0), hidden + 16, dtype=torch.uint8).to(DEVICE)
@@ -89,8 +88,7 @@ def ops() -> dict[str, Callable[[], object]]:
         "sum_parts of float64": extension.sum_parts([rows, rows], out, 0, hidden // 2, torch.float64).run,
         "sr_encode": lambda: extension.sr_encode(expert, shared, kept),
         "sr_decode": lambda: extension.sr_decode(values, indices, shared, None),
-        "count_topk": lambda: extension.count_topk(chosen, num_experts, 2, False),
-        "count_routing_map": lambda: extension.count_routing_map(routed, 2, False),
+        "count_routing_map": lambda: extension.count_routing_map(routed, 2),
     }
 
 

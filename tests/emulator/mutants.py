@@ -77,8 +77,8 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("wire_format.cu", "if (entry + r >= last) continue;", "", ("wire",)),
     ("sum_parts.cu", "    __syncthreads();  // where", "    // where", ("wire",)),
     # count_tokens.cu
-    ("count_tokens.cu", "atomicAdd(&counts[expert], 1u);", "counts[expert] += 1u;", ("counts",)),
-    ("count_tokens.cu", "counts[e] = 0;\n    __syncthreads();", "counts[e] = 0;", ("counts",)),
+    ("count_tokens.cu", "if (expert >= num_experts) return;", "", ("counts",)),
+    ("count_tokens.cu", "min(kTokensPerBlock, tokens_per_sample - first)", "kTokensPerBlock", ("counts",)),
     # residual_codec.cu
     ("residual_codec.cu", "    above += sum_above.total;\n", "", ("second_round",)),
     (

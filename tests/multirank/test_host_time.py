@@ -22,7 +22,7 @@ def _calls(variant: str) -> tuple[int, dict[tuple[str, str], int]]:
         layer = layer_under_test(settings, variant, 4, rank_device())
         layer.clear_grads()
         layer.step()
-        sizes = [op.size for timeline in layer.recorded_step() for op in timeline.schedule.ops]
+        sizes = [op.size for timeline in layer.observed_step()[0] for op in timeline.schedule.ops]
         assert all(size > 0 for size in sizes)
         calls = calls_of_a_step(layer)
         assert torch.isfinite(layer.tokens.grad).all()

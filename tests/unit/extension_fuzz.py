@@ -203,19 +203,9 @@ def _decode(draw: Draw) -> list[Any]:
     return [values, indices, shared, draw.choice((None, torch.empty_like(shared)))]
 
 
-def _samples(draw: Draw) -> tuple[int, int]:
-    samples = draw.size(1)
-    return samples, samples * draw.size()
-
-
-def _count_topk(draw: Draw) -> list[Any]:
-    (samples, tokens), experts = _samples(draw), draw.size(1)
-    return [draw.below(experts, tokens, draw.size(0, 9)), experts, samples, draw.chance(0.5)]
-
-
 def _count_map(draw: Draw) -> list[Any]:
-    samples, tokens = _samples(draw)
-    return [draw.routing(tokens), samples, draw.chance(0.5)]
+    samples = draw.size(1)
+    return [draw.routing(samples * draw.size()), samples]
 
 
 def _counts(draw: Draw, *shape: int) -> torch.Tensor:
@@ -335,7 +325,6 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "convert_rows": _convert_rows,
     "sr_encode": _encode,
     "sr_decode": _decode,
-    "count_topk": _count_topk,
     "count_routing_map": _count_map,
     "solve_placement": _placement,
     "place_samples": _place,
@@ -366,8 +355,6 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "keep_uncaught_exceptions": lambda draw: [],
     "uncaught_exception": lambda draw: [],
     "host_pool_stats": lambda draw: [],
-    "host_pool_trim": lambda draw: [],
-    "host_pool_set_limit": lambda draw: [draw.choice((0, 4096, 1 << 20, 1 << 30))],
 }  # fmt: skip
 
 

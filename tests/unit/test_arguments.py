@@ -190,7 +190,6 @@ def test_other_types_are_refused_without_a_look_at_them():
 
 def test_rows_of_nothing_are_not_counted_one_by_one():
     many = torch.zeros(1 << 48, 0)
-    assert kernels.count_topk(many.long(), 3, 4).eq(0).all()
     assert kernels.count_routing_map(many.bool(), 1 << 48).shape == (1 << 48, 0)
     _C.sum_parts([many], many, 0, 0, torch.float32).run()
 

@@ -22,10 +22,10 @@ def test_rows(small, capsys):
     assert [row.op for row in rows] == [
         *["place samples, two stages"] * 2,
         "place samples, one stage",
-        *["count from top-k", "count from top-k", "count from a map"] * 2,
+        "count from a map",
     ]
     assert all(row.ours.median > 0 for row in rows)
-    assert [row.speedup is None for row in rows] == [False, False, True, *[False] * 6]
+    assert [row.speedup is None for row in rows] == [False, False, True, False]
     bench_placement.print_placement(rows)
     assert "I 64, J 16, N 4" in capsys.readouterr().out
 

@@ -71,8 +71,8 @@ GOOD |= {"layers": {"1": [[0, 1], [2, 3]]}}
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"format": "cluster"}, 'line 1, format: "cluster" is not one of moe-opt expert order'),
-        ({"version": 2}, "version: this release reads version 1"),
+        ({"format": "cluster"}, "line 1: not a file of moe-opt trace place: order the experts with moe-opt trace"),
+        ({"version": 2}, "line 1: version 2 cannot be read "),
         ({"more": 1}, "more: unknown field"),
         ({"num_experts": 6}, r"is not a list of 3"),
         ({"ranks": 3}, "4 experts, 3 ranks and 1 nodes do not divide"),

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.topology.expansion import Machines, MoeModel, expand
-from megatron_moe_opt.topology.layouts import HORIZONTAL, ROLES, VERTICAL, Layout
+from megatron_moe_opt.topology.layouts import HORIZONTAL, ROLES, VERTICAL, Layout, divisors
 
 DESCRIPTIONS = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tp",
@@ -85,8 +85,7 @@ def _agrees_with_megatron(*sizes):
 @pytest.mark.parametrize("world", [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128])
 def test_groups_are_megatrons(world):
     """A sample of the sizes that fit the world, in the two orders that its scripts use and the horizontal one."""
-    divisors = [size for size in range(1, world + 1) if world % size == 0]
-    sizes = list(itertools.product(divisors, repeat=5))
+    sizes = list(itertools.product(divisors(world), repeat=5))
     random.Random(world).shuffle(sizes)
     made = 0
     for sizes_of_one in sizes:

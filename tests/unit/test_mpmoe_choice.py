@@ -20,7 +20,7 @@ from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.mpmoe import PARTITIONS, STRATEGIES, PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.systems.mpmoe import MPMOE
-from tools.mpmoe_formulas import paradigm_1, paradigm_2, paradigm_3, paradigm_seconds
+from tests.unit.mpmoe_paradigms import paradigm_1, paradigm_2, paradigm_3, paradigm_seconds
 
 seconds = st.integers(1, 1000).map(float)
 partitions = st.integers(1, 8)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_moe_opt.schedules.stages import Stages, whole_step
-from megatron_moe_opt.schedules.timeline import Timeline, as_they_ran, one_after_another
+from megatron_moe_opt.schedules.timeline import Timeline, as_they_ran, numbered, one_after_another
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class RecordedStep:
         """Returns them one after another; what ran between them is left out, unless something ran beside them: then
         each is where it ran. A part is named by its number and schedule.
         """
-        parts = {f"{number}. {one.schedule.name}": one for number, one in enumerate(self.timelines, start=1)}
+        parts = numbered(self.timelines)
         return (one_after_another if len(self.schedules) == len(parts) else as_they_ran)(name, parts)
 
 

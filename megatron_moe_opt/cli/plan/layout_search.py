@@ -81,9 +81,10 @@ class Searched:
 def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searched:
     """Predicts a training step under the arrangements that fit, as far as they could be among the fastest.
 
-    No dispatcher takes less than stock would without waiting for its communication: in the order of the tokens a second
-    that this would give, arrangements are predicted until it is less than the slowest of those to be shown, or than
-    stock has in as many. Of each, candidates that are known not to reach that are left out.
+    The step time of stock without any wait for communication is a lower bound for every dispatcher. Arrangements are
+    predicted in the order of the tokens a second that this bound allows, the most first. The search ends where it
+    allows fewer than the slowest of the SHOWN fastest has, or than stock has in SHOWN arrangements. Candidates that are
+    known to have fewer are not predicted.
 
     Raises:
         ConfigurationError: nothing fits, and what is needed at least; or several lengths of sequences.
@@ -132,7 +133,8 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
 
 
 def _bounded(settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangement]) -> list[Case]:
-    """Returns each arrangement with what no dispatcher takes less than, from the most tokens a second on.
+    """Returns the arrangements, each with a lower bound on its step time, the one with the most possible tokens a
+    second first.
 
     Layouts whose EP groups lie on the network unevenly are left out: their costs cannot be described.
     """

@@ -29,7 +29,7 @@ from megatron_moe_opt.planning.predicting.mpmoe import HOPS
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, told_together
 from megatron_moe_opt.planning.training.known_models import MONTA_CHOICES
 from megatron_moe_opt.schedules.schedule import CODEC, Kind
-from megatron_moe_opt.schedules.timeline import one_after_another
+from megatron_moe_opt.schedules.timeline import numbered, one_after_another
 from megatron_moe_opt.systems.system import FLAG, PREFIX
 from megatron_moe_opt.variants import split_variant
 
@@ -55,15 +55,10 @@ class Drawing:
     """The candidates to draw, one under the other; empty: the chosen one."""
     files: tuple[Path, ...]
 
-    @property
-    def flag(self) -> str | None:
-        """The first option that asks for a file, with its value; None where none does."""
-        return next((f"--lanes {file}" for file in self.files), None)
-
     def check(self) -> None:
         """Refuses, with ConfigurationError, files that cannot be written, and a candidate without a file."""
         check_timeline_files("--lanes", self.files)
-        if self.variants and self.flag is None:
+        if self.variants and not self.files:
             raise ConfigurationError(f"--draw {','.join(self.variants)} has no file to draw in: give --lanes FILE")
 
 
@@ -86,7 +81,9 @@ def report_plan(
     """
     check_output_file("--output", output)
     drawing.check()
-    flag = f"--output {output}" if output is not None else "--explain" if explain else drawing.flag
+    flag = f"--output {output}" if output is not None else "--explain" if explain else None
+    if flag is None and drawing.files:
+        flag = f"--lanes {drawing.files[0]}"
     if len(settings.sequences) > 1 and flag is not None:
         raise ConfigurationError(f"{flag} is of one length of sequences: give --sequence a single number")
     model, console, stock = settings.model_shape(), report_console(WIDTH), None
@@ -111,7 +108,7 @@ def report_plan(
         console.print(_baselines_table(case))
     if explain:
         _explain(case, console)
-    if drawing.flag is not None:
+    if drawing.files:
         _draw(drawn, drawing, console)
     if not case.fits(case.chosen):
         if output is not None:
@@ -132,7 +129,7 @@ def _draw(drawn: Sequence[Prediction], drawing: Drawing, console: Console) -> No
     """Prints how the lanes of each candidate overlap, and writes them."""
     timelines = {}
     for one in drawn:
-        parts = {f"{number}. {part.schedule.name}": part for number, part in enumerate(one.timelines, start=1)}
+        parts = numbered(one.timelines)
         console.print(timelines_table(one.variant, parts))
         timelines["planned" if len(drawn) == 1 else one.variant] = one_after_another(one.variant, parts)
     write_timelines(timelines, drawing.files, console)

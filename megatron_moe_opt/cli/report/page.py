@@ -30,7 +30,7 @@ from megatron_moe_opt.cli.report.measured_layer import (
 from megatron_moe_opt.cli.report.saved_report import read_report
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.runtime.observed.traffic_rows import INTER_NODE, INTRA_NODE
-from megatron_moe_opt.schedules.timeline import Timeline, overlap
+from megatron_moe_opt.schedules.timeline import Timeline, numbered, overlap
 from megatron_moe_opt.schedules.trace import trace_of
 
 
@@ -169,9 +169,7 @@ def _summary(step: RecordedStep) -> str:
         return f"Rank {step.rank}: {step.seconds * 1e3:.1f} ms in the layer, by its stages."
     seconds = sum(timeline.seconds for timeline in step.schedules)
     of_layer = f"{step.seconds * 1e3:.1f} ms in the layer, " if step.stages else ""
-    names = "; ".join(
-        f"{number}. {one.schedule.name}" for number, one in enumerate(timelines, start=1) if not one.is_beside
-    )
+    names = "; ".join(numbered(step.schedules))
     text = f"Rank {step.rank}: {of_layer}{seconds * 1e3:.1f} ms in {names or 'no schedule'}. Busy ms: {busy or 'none'}."
     hidden = overlap(timelines)
     return text if hidden is None else f"{text} Overlap {hidden:.0%}."

@@ -17,7 +17,7 @@ from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import BASELINE, LayerSettings
-from megatron_moe_opt.planning.choosing.choice import choose
+from megatron_moe_opt.planning.choosing.choice import check_choice
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.monta import PASSES
@@ -89,7 +89,7 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Callable[[Op],
     group = world.layout.first_group("ep")
     workers = find_levels([world.nodes[rank] for rank in group]) if HOPS in options.ways else ()
     layer = replace(settings.workload(ep), workers=workers)
-    choose([(MPMOE, options)], layer, cluster)
+    check_choice([(MPMOE, options)], layer, cluster)
     return costs_of(LayerOnCluster(layer, cluster), options.ways[0])
 
 
@@ -99,7 +99,7 @@ def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | 
 
     layer = layers_under_test(settings, ep, device, permute_fusion=False)[_variant(settings)]
     for _ in range(settings.warmup):
-        layer.recorded_step()
+        layer.observed_step()
     recorded = record_step(layer, settings.steps, device, rank)
     names = PASSES if settings.dispatch_only else ("forward", "backward")
     return StepTimelines(recorded.rank, dict(zip(names, recorded.timelines, strict=True)), None)

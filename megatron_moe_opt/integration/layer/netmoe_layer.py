@@ -121,8 +121,9 @@ _open: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def link(layers: Iterable[Any]) -> None:
-    """Lets samples move through MoE layers that have changed to netmoe's dispatcher, all of a block; in passes that
-    could not have them moved they stay at home. A collective call over the layers' groups.
+    """Lets samples move through MoE layers that have changed to netmoe's dispatcher, together with all other such
+    layers of their blocks. In a pass in which samples must not move, because some are masked unlike others, they stay
+    at home. A collective call over the layers' groups.
     """
     blocks = [of_layer() for layer in layers if (of_layer := _blocks.get(layer)) is not None]
     for block in dict.fromkeys(blocks):

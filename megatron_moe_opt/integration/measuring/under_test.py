@@ -109,12 +109,10 @@ class LayerUnderTest:
         output.backward(self.output_grad)
         return output
 
-    def recorded_step(self) -> list[Timeline]:
-        """Returns the timelines of the schedules of one step, which all ranks begin together."""
-        return self.observed_step()[0]
-
     def observed_step(self) -> tuple[list[Timeline], list[Stages]]:
-        """Returns `recorded_step`, and when the layer's passes came to their stages; none unless it is watched."""
+        """Returns the timelines of the schedules of one step, which all ranks begin together, and when the layer's
+        passes came to their stages: none of these unless it is watched.
+        """
         self.clear_grads()
         dist.barrier()
         take_records()

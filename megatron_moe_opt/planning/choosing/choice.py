@@ -70,6 +70,12 @@ def choose(
     return Choice(fewest_of_equal([(_compared(one), one.parts, one) for one in fitting]), found)
 
 
+def check_choice(asked: Asked, layer: LayerWorkload, cluster: Cluster) -> None:
+    """Raises the ConfigurationError that `choose` would."""
+    for _ in _candidates(asked, layer, cluster):
+        pass
+
+
 def schedule_seconds(one: Prediction) -> float:
     """Returns the part of a layer's time that its schedules take, in which candidates of a system differ."""
     if PIPELINE in one.terms:

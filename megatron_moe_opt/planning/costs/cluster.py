@@ -191,6 +191,11 @@ class Cluster:
         """Returns what ops cost, for the simulator and the choice of level and chunks."""
         return Costs({key: CostCurve(points) for key, points in self.curves.items()}, self.overhead)
 
+    def check_expert(self) -> None:
+        """Raises ConfigurationError where no expert was measured."""
+        if self.expert_gemm is None:
+            raise ConfigurationError("the profile has no expert: measure this cluster again with moe-opt profile")
+
     def check_groups(
         self, file: str | Path, flags: tuple[str, str, str], *, ep: int, expert_tp: int, tp: int | None = None
     ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
@@ -25,9 +24,8 @@ def costs_with_experts(layer: LayerWorkload, cluster: Cluster, holds: int = 1) -
     Raises:
         ConfigurationError: no expert was measured.
     """
+    cluster.check_expert()
     gemm, measured = cluster.expert_gemm, cluster.costs()
-    if gemm is None:
-        raise ConfigurationError("the profile has no expert: measure this cluster again with moe-opt profile")
     work = layer.hidden * layer.ffn * (1.5 if layer.gated else 1.0) / (gemm.hidden * gemm.ffn_hidden)
     forward = CostCurve(gemm.points)
     training = gemm.training or tuple((rows, 3 * seconds) for rows, seconds in gemm.points)

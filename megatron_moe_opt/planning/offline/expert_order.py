@@ -80,10 +80,8 @@ def read_expert_order(path: Path) -> ExpertOrder:
         ConfigurationError: file, line and what is wrong.
     """
     root = JsonPlace.root(path)
+    root.check_format(FORMAT, VERSION, "moe-opt trace place", "order the experts")
     fields = root.fields("format", "version", "num_experts", "nodes", "ranks", "layers")
-    fields["format"].word(FORMAT)
-    if fields["version"].count() != VERSION:
-        fields["version"].refuse(f"this release reads version {VERSION}; make the file again with moe-opt trace place")
     experts, nodes, ranks = (fields[name].count(least=1) for name in ("num_experts", "nodes", "ranks"))
     if experts % ranks or ranks % nodes:
         fields["ranks"].refuse(f"{experts} experts, {ranks} ranks and {nodes} nodes do not divide one another")

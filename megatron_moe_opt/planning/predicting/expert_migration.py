@@ -34,8 +34,9 @@ from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import expert_migration as schedules
 from megatron_moe_opt.schedules.hops import HopBytes, HopStages, level_of
 from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane, Op, Schedule
-from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
+from megatron_moe_opt.schedules.timeline import Timeline, numbered, one_after_another
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
+from megatron_moe_opt.topology.layouts import divisors
 
 Curves = Mapping[tuple[Kind, int, int], CostCurve]
 """The curves by kind of collective, level, and ranks of the group: seconds over bytes as Op.size counts them."""
@@ -54,9 +55,7 @@ def role(kind: Kind, workers: Sequence[int], level: int, ranks: int) -> str:
 
 def realisable_groups(workers: Sequence[int]) -> list[tuple[int, int]]:
     """Returns (level, ranks) of every group of more than one rank that some choice of domain sizes makes."""
-    return [
-        (level, ranks) for level, number in enumerate(workers) for ranks in range(2, number + 1) if number % ranks == 0
-    ]
+    return [(level, ranks) for level, number in enumerate(workers) for ranks in divisors(number)[1:]]
 
 
 def measured_curves(costs: Costs, workers: Sequence[int]) -> Curves:
@@ -252,13 +251,9 @@ def timelines(
         way = HopStages(domains.levels, domains.hops)
         out, back = (build(hopping, way) for build in (schedules.hop_out, schedules.hop_back))
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
-        in_order = [*before, out, experts, back, *after]
-        parts = {
-            f"{number}. {schedule.name}": simulate(schedule, _seconds_of_ops(layer, domains, curves, seconds, codec))
-            for number, schedule in enumerate(in_order, start=1)
-            if schedule.ops
-        }
-        found.append(one_after_another("forward" if forward else "backward", parts))
+        cost = _seconds_of_ops(layer, domains, curves, seconds, codec)
+        parts = [simulate(schedule, cost) for schedule in (*before, out, experts, back, *after) if schedule.ops]
+        found.append(one_after_another("forward" if forward else "backward", numbered(parts)))
     return found
 
 

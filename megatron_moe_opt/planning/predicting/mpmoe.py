@@ -91,7 +91,7 @@ class PartitionedLayer:
         return cls(way, domains, costs, parts, row_bytes(one), stages, None)
 
     def least_seconds(self, layer: LayerOnCluster, strategy: str) -> float:
-        """Returns what no layer takes less than whose partitions share memory by this strategy.
+        """Returns a lower bound on the seconds of the layer when its partitions share memory by this strategy.
 
         Ops of a lane run one after another. Before the first partition is computed it has arrived, and behind the last
         one it goes back. And no op is faster beside others than alone: where two lanes slow each other down, the longer

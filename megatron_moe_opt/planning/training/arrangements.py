@@ -9,7 +9,7 @@ from itertools import product
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.training.memory import RECOMPUTE
 from megatron_moe_opt.planning.training.model import ModelShape
-from megatron_moe_opt.topology.layouts import Layout, mixes_expert_gradients
+from megatron_moe_opt.topology.layouts import Layout, divisors, mixes_expert_gradients
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Sequences of a micro-batch that are tried."""
@@ -52,8 +52,8 @@ def arrangements(
     micro_batches = MICRO_BATCHES if micro_batch is None else (micro_batch,)
     recomputes = (RECOMPUTE[0], RECOMPUTE[-1]) if recompute is None else (recompute,)
     inside = [size for size in _powers_of_two(node) if node % size == 0]
-    stages = sorted({*_divisors(model.layers), *filter(model.fills, _powers_of_two(model.layers))})
-    for pp, tp, expert_tp, ep in product(stages, inside, inside, _divisors(model.experts)):
+    stages = sorted({*divisors(model.layers), *filter(model.fills, _powers_of_two(model.layers))})
+    for pp, tp, expert_tp, ep in product(stages, inside, inside, divisors(model.experts)):
         layout = _layout(model, world, tp, cp, pp, ep, expert_tp)
         if layout is None or global_batch % layout.dp:
             continue
@@ -79,7 +79,3 @@ def _layout(model: ModelShape, world: int, tp: int, cp: int, pp: int, ep: int, e
 
 def _powers_of_two(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]

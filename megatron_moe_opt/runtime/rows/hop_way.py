@@ -76,10 +76,12 @@ def present(numbers: torch.Tensor, none: int) -> torch.Tensor:
 
 @dataclass
 class Hops:
-    """HybridEP's way: a copy of a row to every domain with one of its experts, level by level; back, their sums.
+    """HybridEP's way: level by level, a row is copied to every domain that has one of its experts. On the way back the
+    results of its copies are summed at each level.
 
-    Its rows are tokens with their facts, in one chunk. One object for what hops together: what the first way out finds
-    out about rows, the others go by. Rows of the buffers, L a level (schedules/hops.py):
+    Its rows are tokens with their facts, in one chunk. One object serves all exchanges of the same tokens: the first
+    way out finds which copies each row has, and the others use them. Rows of the buffers, at level L
+    (schedules/hops.py):
 
         rows                 this rank's tokens
         copies_L, returned_L a row for each domain of the level that it goes to, there and back

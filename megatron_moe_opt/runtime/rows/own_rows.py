@@ -121,6 +121,10 @@ class OwnRows:
 def permuted(
     tokens_TH: torch.Tensor, probs_TE: torch.Tensor, row_map: RowMap, wire: Wire = SAME
 ) -> tuple[torch.Tensor, OwnRows]:
-    """Makes of tokens the rows of a map: what stands for them, differentiable once, and the rows."""
+    """Puts a row for each expert of a token, as the map says, on the wire.
+
+    Returns the tensor that stands for these rows in autograd, differentiable once, and the object that takes them off
+    the wire when they have returned.
+    """
     own = OwnRows(PermutedRows(row_map, Payload.of(tokens_TH, wire), probs_TE.dtype))
     return own.pack(tokens_TH, probs_TE), own

@@ -19,7 +19,9 @@ from megatron_moe_opt.kernels.streams import used_here
 
 @dataclass
 class WireRows:
-    """The rows of one pass on the wire, and later their gradients. Who takes either has it alone, on any stream."""
+    """The rows of one pass on the wire, and later their gradients. Who takes either has it alone, on any stream: under
+    1F1B overlap a stage frees what the one before it has made.
+    """
 
     rows: torch.Tensor | None = None
     gradients: torch.Tensor | None = None
@@ -27,19 +29,12 @@ class WireRows:
     def take_rows(self) -> torch.Tensor:
         """Returns the rows, and keeps no reference to them."""
         rows, self.rows = self.rows, None
-        return _handed_over(rows)
+        return used_here(rows)
 
     def take_gradients(self) -> torch.Tensor:
         """Returns the gradients of the rows, and keeps no reference to them."""
         gradients, self.gradients = self.gradients, None
-        return _handed_over(gradients)
-
-
-def _handed_over(rows: torch.Tensor) -> torch.Tensor:
-    """Returns what is nobody else's from here on, and may be of another stream's memory: under 1F1B overlap a stage
-    frees what the one before it has made.
-    """
-    return used_here(rows)
+        return used_here(gradients)
 
 
 def onto_wire(
