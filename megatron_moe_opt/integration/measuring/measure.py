@@ -107,7 +107,7 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         groups_of_one_rank() as alone,
     ):
         room = room_beside(device, num_domain_groups(sizes.workers))
-        experts_travel = world.expert_tp == 1  # those that are cut do not
+        experts_travel = world.expert_tp == 1 < world.ep  # those that are cut do not
         moves = domain_moves(rows, domains, sizes.workers, experts_travel) + moves_of_groups(rows, groups, nodes)
         groups |= domains
         of_stock = stock_moves(rows, groups)
