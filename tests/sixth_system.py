@@ -1,6 +1,7 @@
 """A sixth system, as somebody would add it to the package: chunks in turn, none before the one ahead is through.
 
-    python -m tests.sixth_system plan|bench|... as moe-opt's commands; `train` says what registering its name refuses
+    python -m tests.sixth_system plan|bench|... as moe-opt's commands; `train` says what registering its name refuses,
+    before a command behind it
 
 One record, one schedule and one dispatcher; nothing else knows of it.
 """
@@ -137,9 +138,10 @@ def refusals() -> Iterator[str]:
 
 if __name__ == "__main__":
     SYSTEMS.append(IN_TURN)
-    if sys.argv[1:] == ["train"]:
+    if sys.argv[1:2] == ["train"]:
         print(*refusals(), sep="\n")
-    else:
+        del sys.argv[1]
+    if sys.argv[1:]:
         from megatron_moe_opt.cli.main import main
 
         main()

@@ -55,7 +55,7 @@ def measure(dispatcher: str, at: Sequence[int], folder: Path, trial_steps: int |
             patch.setattr(trials, "MOST_STEPS", trial_steps)
         megatron_moe_opt.register(options_of(dispatcher, folder))
         try:
-            model = gpt(learning_rate=1e-3, **config_of(dispatcher))
+            model = gpt(learning_rate=1e-3, microbatches=1, **config_of(dispatcher))
             held = []
             for step in at:
                 model.train(step - model.step)

@@ -10,6 +10,8 @@ cd "$(dirname "$0")/.."
 # Two cores: what has nothing to wait for goes beside what waits much of the time. The CUDA check needs nvcc alone and
 # begins beside the installation, as does the cross-section, which has one of its own; whole runs and what runs in one
 # process go beside the tests of several ranks.
+jobs="${MAX_JOBS:-}"
+export MAX_JOBS="${jobs:-1}" # no core waits for a second job, and one alone reads PyTorch's headers once
 unset PYTHONDONTWRITEBYTECODE # or each of the processes that tests start compiles all modules of ours anew
 outputs="$(mktemp -d)"
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$outputs"' EXIT
@@ -57,5 +59,5 @@ cat "$outputs/cuda"
 
 if [[ "${1:-}" == "--sanitizers" ]]; then
     echo "== sanitizers"
-    bash tools/sanitize.sh
+    MAX_JOBS="$jobs" bash tools/sanitize.sh
 fi

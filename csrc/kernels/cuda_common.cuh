@@ -20,6 +20,7 @@ constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kBlockThreads = 256;  // upper bound of the block sizes below, except where a kernel names its own
 constexpr int kVectorBytes = 16;    // widest load and store of a thread
+constexpr int kBlockWarps = kBlockThreads / kWarp;
 
 inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {

@@ -17,7 +17,6 @@ namespace {
 
 constexpr int kSegment = 1024;  // elements that one warp looks through; divides a block of the format
 constexpr int kSegmentsPerCodecBlock = kCodecBlock / kSegment;
-constexpr int kBlockWarps = kBlockThreads / kWarp;
 constexpr int64_t kMaxSelectBlocks = 512;  // each looks at all histogram bins and, in the end, at all blocks' totals
 constexpr int kSampleThreads = 1024;
 constexpr int kThreadSamples = 8;

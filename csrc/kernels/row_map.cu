@@ -16,7 +16,6 @@ constexpr int kTileTokens = 64;  // bits of a mask
 constexpr int kPartTokens = 8;   // of which a thread packs: a byte
 constexpr int kTileParts = kTileTokens / kPartTokens;
 constexpr int kScanWarps = 32;                             // warps that share the tiles of 32 experts
-constexpr int kBlockWarps = kBlockThreads / kWarp;         // least tokens of a block that fills rows
 constexpr int kRankedRows = kBlockThreads;                 // of a token, up to which a row is compared with all others
 constexpr int64_t kEntryBytes = 2 * sizeof(int64_t);       // shared memory an expert takes in fill_rows_kernel
 constexpr int64_t kDefaultSharedBytes = 48 * 1024 - 1024;  // without an opt-in, less the static part
@@ -318,7 +317,7 @@ void build_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_e
                                                                        rows_before, expert_totals);
   check(cudaGetLastError(), "scan_tiles_kernel");
 
-  int tokens_a_block = kTileTokens;
+  int tokens_a_block = kTileTokens;  // one for each warp at least
   while (tokens_a_block > kBlockWarps && divide_up(num_tokens, tokens_a_block) < wanted) tokens_a_block /= 2;
   const unsigned fill_blocks = grid_blocks(divide_up(num_tokens, tokens_a_block), "build_row_map");
   const int64_t shared_bytes = num_experts * kEntryBytes;

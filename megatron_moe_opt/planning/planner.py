@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from megatron_moe_opt.errors import ConfigurationError
@@ -77,7 +78,26 @@ def candidates(
     return tuple(sorted(found, key=lambda one: one.seconds)), tuple(refused)
 
 
-def _narrowed(system: System, layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
+def fastest_narrowed(
+    workload: LayerWorkload, cluster: Cluster, budget: int | None, wires: Sequence[Wire]
+) -> dict[Wire, Prediction]:
+    """Returns the fastest candidate with each of these formats of rows, as `candidates` has them; no others are asked
+    for, nor what is known not to be the fastest.
+    """
+    fastest: dict[Wire, Prediction] = {}
+    for wire in wires:
+        layer = LayerOnCluster(replace(workload, wire=wire), cluster)
+        for system in SYSTEMS:
+            if system.candidates is None or not system.reads_option("wire"):
+                continue
+            with suppress(ConfigurationError):  # what it needs was not measured
+                for one in _narrowed(system, layer):
+                    if one.seconds < layer.below and (budget is None or one.activation_bytes <= budget):
+                        fastest[wire], layer.below = one, one.seconds
+    return fastest
+
+
+def _narrowed(system: System, layer: LayerOnCluster) -> Iterator[Prediction]:
     """Yields the candidates of a system whose rows are narrower on the wire, under names that say so."""
     for one in system.candidates(layer, system.open_options):
         if not isinstance(one, Refusal):  # what is refused is so whatever the wire

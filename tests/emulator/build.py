@@ -79,14 +79,25 @@ def _compile(source: Path, flags: list[str], headers: str) -> Path:
     return made
 
 
-def _joined(sources: list[Path], folder: Path) -> list[Path]:
-    """Returns two sources that include all of these: PyTorch's headers are then read twice and not for each."""
-    made = []
-    for half in range(2):
-        includes = [f'#include "{source}"  // {_digest(source)}\n' for source in sources[half::2]]
-        made.append(folder / f"with_torch_{half}.cpp")
+def _joined(sources: list[Path], folder: Path, jobs: int) -> list[Path]:
+    """Returns sources, one or two, that include all of these: PyTorch's headers are then read once a job and not for
+    each.
+    """
+    made, parts = [], min(jobs, 2)
+    for part in range(parts):
+        includes = [f'#include "{source}"  // {_digest(source)}\n' for source in sources[part::parts]]
+        made.append(folder / f"with_torch_{part}_of_{parts}.cpp")
         made[-1].write_text("".join(includes))
     return made
+
+
+def _libraries() -> list[Path]:
+    """Returns the libraries of WITHOUT_TORCH that the build of the package has made; none where a source is newer."""
+    folder = ROOT / "build" / f"cmake-{sysconfig.get_config_var('SOABI')}"
+    libraries = [folder / f"libmoe_opt_{name}.a" for name in WITHOUT_TORCH]
+    sources = [file for name in WITHOUT_TORCH for file in (ROOT / "csrc" / name).glob("*.[ch]*")]
+    newest = max(file.stat().st_mtime for file in sources if file.suffix in (".cpp", ".h"))
+    return libraries if all(one.exists() and one.stat().st_mtime > newest for one in libraries) else []
 
 
 def _digest(file: Path) -> str:
@@ -100,7 +111,7 @@ def build(replaced: Mapping[str, str] | None = None, target: Path = OUT / "plain
         replaced: text that stands for files of csrc/kernels, by their names: a mutant.
         target: the folder to put it into.
     """
-    replaced = replaced or {}
+    replaced, num_jobs = replaced or {}, int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     translated = target / "kernels"
     translated.mkdir(parents=True, exist_ok=True)
     folder = ROOT / "csrc" / "kernels"
@@ -122,21 +133,23 @@ def build(replaced: Mapping[str, str] | None = None, target: Path = OUT / "plain
     torch_flags = _torch_flags()
     plain = [source for folder in WITHOUT_TORCH for source in (ROOT / "csrc" / folder).glob("*.cpp")]
     with_torch = sorted({HERE / "device.cpp", HERE / "process_group.cpp", *(ROOT / "csrc").glob("**/*.cpp")} - {*plain})
-    jobs += [(source, torch_flags) for source in _joined(with_torch, target)]
+    jobs += [(source, torch_flags) for source in _joined(with_torch, target, num_jobs)]
     jobs += [(HERE / name, ["-O3", "-march=native"]) for name in ("emulator.cpp", "counting.cpp")]
-    jobs += [(source, ["-O1", "-DMOE_OPT_ISA=generic"]) for source in plain]
+    made_before = _libraries()
+    jobs += [(source, ["-O1", "-DMOE_OPT_ISA=generic"]) for source in plain if not made_before]
     headers, given = _headers(), hashlib.sha256(shared.encode()).hexdigest()
     heavy_first = sorted(jobs, key=lambda job: job[1] is not torch_flags)
-    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(num_jobs) as pool:
         objects = list(pool.map(lambda job: _compile(*job, headers + given * (job[1] is SEEN)), heavy_first))
     module = target / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     stamp = target / "objects.txt"
-    wanted = "\n".join(map(str, objects))
+    wanted = "\n".join([*map(str, objects), *map(_digest, made_before)])
     if not module.exists() or not stamp.exists() or stamp.read_text() != wanted:
         libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
         partial = module.with_suffix(f".{os.getpid()}")
         libraries += ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lpthread"]
-        subprocess.run([*CXX, "-shared", "-o", str(partial), *map(str, objects), *libraries], check=True)
+        command = [*CXX, "-shared", "-o", str(partial), *map(str, [*objects, *made_before]), *libraries]
+        subprocess.run(command, check=True)
         partial.rename(module)  # it may be in use
         stamp.write_text(wanted)
     return module

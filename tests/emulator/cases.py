@@ -203,7 +203,7 @@ def run(seed: int, only: list[str] | None = None) -> str:
     choices = [case for case in (*CASES, second_round) if case.__name__ in only] if only else CASES
     case = choices[seed % len(choices)]
     plugin.switches.emulator_seed(ctypes.c_uint64(seed))
-    plugin.switches.emulator_set_multiprocessors((132, 1, 20)[seed // len(choices) % 3])
+    plugin.switches.emulator_set_multiprocessors((132, 1, 20)[(seed + seed // len(choices)) % 3])
     case(Draw(seed))
     return case.__name__
 

@@ -66,6 +66,7 @@ def train(
     sizes: dict[str, int],
     seconds: dict[str, float] | None = None,
     most_steps: int = 26,
+    at_first: int = 6,
     savings: Sequence[float] | None = None,
     stops: bool = False,
     learnt: int | None = None,
@@ -79,6 +80,7 @@ def train(
         savings: of bytes between nodes, that moves of samples are taken to be worth at each look at them; they go to
             random places.
         most_steps: of trials.
+        at_first: the variants of the first sweep, besides those that nobody predicts.
         seconds: that steps of each variant are taken to take; what they take, without.
     """
     import megatron_moe_opt
@@ -105,6 +107,7 @@ def train(
     with pytest.MonkeyPatch.context() as patch, parallel(**sizes):
         patch.setattr(trials, "TURN", 2)
         patch.setattr(trials, "MOST_STEPS", most_steps)
+        patch.setattr(trials, "MOST_AT_FIRST", at_first)
         patch.setattr(controlling, "say", lambda _, line: said.append(line))
         if learnt is not None:
             patch.setattr(drift, "WINDOW", learnt // 2)
@@ -171,8 +174,9 @@ _stocks: list[list[float]] = [[]]
 
 STEPS = 32  # one to look, 26 of trials at most or one turn of seven for each of two shapes, and some as chosen
 ONE_SWEEP = {"steps": 18, "most_steps": 16}  # little more than a turn of each variant
-TWICE = {"steps": 2 * (1 + 16 + 2), "most_steps": 16}  # and planned anew after two
-TWO_BESIDE = {"steps": 20, "most_steps": 18}
+# One turn of a few and of what nobody predicts: allgather, and planned anew after two steps; allgather and flex.
+TWICE = {"steps": 2 * (1 + 8 + 2), "most_steps": 8, "at_first": 3}
+TWO_BESIDE = {"steps": 12, "most_steps": 8, "at_first": 2}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 

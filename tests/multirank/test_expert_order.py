@@ -48,11 +48,15 @@ def train(
     wraps=False,
     **settings,
 ):
-    """Losses of `steps` steps; a checkpoint after the second one, or continued from one. wraps: WrappedRouter."""
+    """Losses of `steps` steps of one micro-batch; a checkpoint after the second one, or continued from one.
+
+    Args:
+        wraps: routers are of WrappedRouter.
+    """
     from tests.ranks.megatron import parallel
 
     with parallel(**layout):
-        job = build(dispatcher, order, **settings)
+        job = build(dispatcher, order, microbatches=1, **settings)
         for layer in [one for one in job.model.modules() if wraps and hasattr(one, "router")]:
             layer.router = WrappedRouter(layer.router)
         if load:
@@ -77,17 +81,19 @@ class WrappedRouter(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("layout", "dispatcher", "wraps"),
-    [({"ep": 4}, "netmoe", False), ({"pp": 2, "ep": 2}, "parm", False), ({"ep": 4}, "monta", True)],
-    ids=str,
+    ("layout", "dispatchers"),
+    [({"ep": 4}, {"netmoe": False, "monta": True}), ({"pp": 2, "ep": 2}, {"parm": False})],
+    ids=["ep4-netmoe-monta", "pp2-ep2-parm"],
 )
-def test_training_is_stocks(ranks, tmp_path, layout, dispatcher, wraps):
+def test_training_is_stocks(ranks, tmp_path, layout, dispatchers):
+    """`dispatchers` tells of each whether routers are wrapped."""
     order = write_order(tmp_path / "order.json", layout["ep"], 1)
     # Without the loss of a rank's batch, of which netmoe makes another one.
     common = {"layout": layout, "steps": 3, "moe_aux_loss_coeff": 0.0}
     stock = ranks.run(train, dispatcher="alltoall", order=None, **common)[0]
-    ours = ranks.run(train, dispatcher=dispatcher, order=order, wraps=wraps, **common)[0]
-    assert torch.allclose(torch.tensor(ours), torch.tensor(stock), rtol=1e-6, atol=0)
+    for dispatcher, wraps in dispatchers.items():
+        ours = ranks.run(train, dispatcher=dispatcher, order=order, wraps=wraps, **common)[0]
+        assert torch.allclose(torch.tensor(ours), torch.tensor(stock), rtol=1e-6, atol=0), dispatcher
 
 
 def test_checkpoints_cross_orders(ranks, tmp_path):

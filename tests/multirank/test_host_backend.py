@@ -83,7 +83,7 @@ def test_variants_that_change_no_sum_give_the_same_bits(ranks):
 def gradients(layout, **settings):
     """Reduced gradients of one step on the same data, by parameter name; expert parameters of this rank."""
     with parallel(**layout):
-        model = gpt(distributed_optimizer=False, same_data=True, **settings)
+        model = gpt(distributed_optimizer=False, same_data=True, microbatches=1, **settings)
         model.model.zero_grad_buffer()
         model.forward_backward()
         return {name: p.main_grad.clone() for name, p in model.model.named_parameters()}
@@ -101,18 +101,18 @@ def test_context_parallel_gradients_equal_those_of_one_rank(ranks, settings):
 
 def save(layout, folder, **settings):
     with parallel(**layout):
-        model = gpt(same_data=True, **settings)
+        model = gpt(same_data=True, microbatches=1, **settings)
         model.train(2)
         model.save(folder)
-        return model.train(3)
+        return model.train(2)
 
 
 def load(layout, folder, **settings):
     with parallel(**layout, seed=4321):
-        model = gpt(same_data=True, **settings)
+        model = gpt(same_data=True, microbatches=1, **settings)
         model.load(folder)
         model.step = 2
-        return model.train(3)
+        return model.train(2)
 
 
 # fmt: off

@@ -107,7 +107,7 @@ def test_parameters_are_those_of_the_model(ranks, shape):
 def _buffers(layout, distributed_optimizer):
     """(stage, bytes of weights, of gradients, of optimizer states) of a bf16 model after a step."""
     with parallel(**layout):
-        model = gpt(bf16=True, distributed_optimizer=distributed_optimizer)
+        model = gpt(bf16=True, microbatches=1, distributed_optimizer=distributed_optimizer)
         model.train_step()
         weights = sum(parameter.nbytes for parameter in model.model.parameters())
         buffers = model.model.buffers + model.model.expert_parallel_buffers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megatron_moe_opt.options import Options
@@ -33,6 +34,7 @@ RECOMPUTE_ALL = {"recompute_granularity": "full", "recompute_method": "uniform",
 RECOMPUTE_ALL |= {"num_layers": 4}  # a multiple
 O2, O3 = ({"options": Options(monta_level=level, chunks=chunks)} for level, chunks in (("O2", 3), ("O3", 2)))
 CHUNKS = {"options": Options(way="hops", chunks=3)}
+ONE = {"microbatches": 1}
 HOPS, LEVELS = {"options": Options(way="hops")}, {"options": Options(way="hops", network_levels=(2, 2), chunks=3)}
 
 
@@ -200,17 +202,20 @@ SKEWED = [-float(expert) / 2 for expert in range(8)]
 
 CASES = {
     "ep4-topk1-micro1-aux": {"layout": EP4, "settings": TOP1 | AUX, "micro_batch": 1},
-    "ep4-topk4-micro3-hot": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3, "bias": HOT} | O2,
+    "ep4-topk4-micro3-hot": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3, "bias": HOT}
+    | O2
+    | ONE,
     "ep4-dense-layer-between": {"layout": EP4, "settings": {"moe_layer_freq": [1, 0, 1]}, "bias": SKEWED},
-    "ep4-one-local-expert": {"layout": EP4, "settings": RECOMPUTE | {"num_moe_experts": 4}},
-    "ep4-shared-seq-aux-z": {"layout": EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_MOE} | O3,
+    "ep4-one-local-expert": {"layout": EP4, "settings": RECOMPUTE | {"num_moe_experts": 4}} | ONE,
+    "ep4-shared-seq-aux-z": {"layout": EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_MOE} | O3 | ONE,
     "ep2-dp2-global-aux": {"layout": EP2, "settings": GLOBAL_AUX, "micro_batch": 3},
     "tp2-ep4-shared-seq-aux-z": {"layout": TP2_EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_ALL},
     "tp2-ep4-replicated": {
         "layout": TP2_EP4,
         "settings": SHARED | SEQ_AUX | RECOMPUTE_MOE | {"num_layers": 2},
         "replicated": True,
-    },
+    }
+    | ONE,
     "tp2-ep2-etp2-shared": {"layout": TP2_EP2_ETP2, "settings": SHARED, "bias": SKEWED} | O3,
     "ep2-pp2": {
         "layout": {"ep": 2, "pp": 2},
@@ -219,28 +224,42 @@ CASES = {
     },
     "ep4-expert-bias": {"layout": EP4, "settings": BIAS, "steps": 2},
     "ep4-shared-uneven": {"layout": EP4, "settings": SHARED | SEQ_AUX, "sizes": (UNEVEN, EVEN, UNEVEN)} | O2,
-    "ep2-etp2-shared-uneven": {"layout": ETP2, "settings": SHARED, "sizes": (EVEN, UNEVEN)} | O2,
-    "hops-topk4-micro3": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3} | LEVELS,
+    "ep2-etp2-shared-uneven": {"layout": ETP2, "settings": SHARED, "sizes": (EVEN, UNEVEN)} | O2 | ONE,
+    "hops-topk4-micro3": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3} | LEVELS | ONE,
     "hops-shared-moe-recomputed": {"layout": EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_MOE, "bias": HOT} | LEVELS,
-    "hops-tp2-replicated-shared": {"layout": TP2_EP4, "settings": SHARED, "bias": SKEWED, "replicated": True} | LEVELS,
+    "hops-tp2-replicated-shared": {"layout": TP2_EP4, "settings": SHARED, "bias": SKEWED, "replicated": True}
+    | LEVELS
+    | ONE,
     "hops-etp2-uneven": {"layout": ETP2, "settings": SHARED | SEQ_AUX, "sizes": (UNEVEN, EVEN)} | CHUNKS,
     "hops-top1-one-level": {"layout": EP4, "settings": TOP1, "bias": None, "micro_batch": 4, "solver": True} | HOPS,
     "hops-pp2-recomputed": {"layout": {"ep": 2, "pp": 2}, "settings": RECOMPUTE_ALL, "microbatches": 4} | HOPS,
-    "cp2-ep4-seq-aux": {"layout": {"cp": 2, "ep": 4}, "settings": SEQ_AUX, "bias": SKEWED},
+    "cp2-ep4-seq-aux": {"layout": {"cp": 2, "ep": 4}, "settings": SEQ_AUX, "bias": SKEWED} | ONE,
     "hops-cp2-etp2-recomputed": {
         "layout": {"cp": 2, "ep": 2, "etp": 2},
         "settings": SHARED | RECOMPUTE_ALL,
         "bias": SKEWED,
     }
-    | CHUNKS,
-    "hops-tp2-etp2-topk4": {"layout": TP2_EP2_ETP2, "settings": {"moe_router_topk": 4}, "bias": HOT} | HOPS,
+    | CHUNKS
+    | ONE,
+    "hops-tp2-etp2-topk4": {"layout": TP2_EP2_ETP2, "settings": {"moe_router_topk": 4}, "bias": HOT} | HOPS | ONE,
     "ep4-solver": {"layout": EP4, "settings": {}, "micro_batch": 4, "bias": None, "solver": True, "steps": 2},
 }
 
+MEGATRONS = (
+    "ep4-topk1-micro1-aux", "ep4-dense-layer-between", "ep4-one-local-expert", "ep4-shared-seq-aux-z",
+    "ep2-dp2-global-aux", "tp2-ep4-shared-seq-aux-z", "tp2-ep4-replicated", "tp2-ep2-etp2-shared", "ep2-pp2",
+    "ep4-expert-bias", "cp2-ep4-seq-aux", "hops-cp2-etp2-recomputed",
+)  # fmt: skip
+"""Cases whose results another version of Megatron could change, by its losses, layouts and recomputation. The
+cross-section of tools/test_matrix.py has these.
+"""
+OTHERS = tuple(name for name in CASES if name not in MEGATRONS)
 
-def test_equals_stock_in_fp32(ranks):
-    results = ranks.run(compare, cases=list(CASES.values()))
-    for index, name in enumerate(CASES):
+
+@pytest.mark.parametrize("names", [MEGATRONS, OTHERS], ids=["megatron", "others"])
+def test_equals_stock_in_fp32(ranks, names):
+    results = ranks.run(compare, cases=[CASES[name] for name in names])
+    for index, name in enumerate(names):
         for error, what, moved in (result[index] for result in results):
             assert error < 1e-6, (name, what, error)
             assert moved > 0, name

@@ -34,10 +34,10 @@ def _profile(seconds, sizes, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GROUP_RANK", str(dist.get_rank() // 2))
         patch.setattr(loads, "_COPIED_BYTES", 2**18)
-        patch.setattr(meter, "MEASURE_SECONDS", 0.005)
         patch.setattr(meter, "MOST_BESIDE", 4)
         patch.setattr(meter, "LEAST_OPS", 2)
-        patch.setattr(meter, "MOST_OPS", 4)
+        patch.setattr(meter, "MOST_OPS", 2)
+        patch.setattr(meter, "MORE_OF_OUTLIERS", 0)
         patch.setattr(meter, "CALLS", 2)
         patch.setattr(meter, "SECOND_SIZE_SECONDS", 0)
         patch.setattr(meter, "DIP", 1)  # such short measurements are seldom undisturbed: all sizes are kept

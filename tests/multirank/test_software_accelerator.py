@@ -25,7 +25,6 @@ from megatron_moe_opt.runtime.rows.own_rows import OwnRows
 from megatron_moe_opt.topology.nodes import NodeMap
 from tests.accelerator.clocks import Streams
 from tests.accelerator.collectives import check
-from tests.accelerator.executor_library import build
 from tests.accelerator.memory import Memory
 from tests.accelerator.waits import missed, ordering_calls
 from tests.accelerator.watch import Operations, Watch
@@ -38,11 +37,6 @@ MICRO_BATCHES = 2
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("executor"))
-
-
 def on_accelerator(
     library: Path,
     dispatcher: str,
@@ -52,8 +46,8 @@ def on_accelerator(
     one_queue: bool = False,
     without: str | None = None,
 ) -> dict[str, Any]:
-    """Two steps of two micro-batches in flight, between which weights change, on an accelerator; `error` is against the
-    same layer off it.
+    """A step of one micro-batch and one of two in flight, between which weights change, on an accelerator; `error` is
+    against the same layer off it.
     """
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
@@ -75,7 +69,7 @@ def on_accelerator(
                 ours = build_layer(config)
                 ours.load_state_dict(plain.state_dict())
                 waited_for_packing = watch_packing(patch, found.streams)
-                first = train(ours, hidden)  # chooses what is not fixed, and makes its tables
+                first = train(ours, hidden[:1])  # chooses what is not fixed, and makes its tables
                 change(ours)
                 before = len(found.syncs)
                 syncs: list[list[str]] = []
@@ -85,7 +79,7 @@ def on_accelerator(
         finally:
             megatron_moe_opt.register()
         lossy = options is not None and options.compression
-        expected = [first, second] if lossy else [train(plain, hidden), train(change(plain), hidden)]
+        expected = [first, second] if lossy else [train(plain, hidden[:1]), train(change(plain), hidden)]
         errors = [
             ((results[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-30)).item()
             for results, wanted in zip((first, second), expected, strict=True)
@@ -265,7 +259,7 @@ EVERYTHING = MODELS | CASES | SENT
 @pytest.fixture(scope="session")
 def waits_of_monta(ranks, library) -> int:
     """How often the host waits in the same step where each forward pass of a layer has one wait (`test_a_layer`)."""
-    arguments = {"dispatcher": "monta", "settings": WHOLE, "options": None}
+    arguments = {"dispatcher": "monta", "settings": WHOLE, "options": None, "alone": True}
     return max(result["waits"] for result in ranks.run(model_on_accelerator, library=library, **arguments))
 
 
@@ -280,9 +274,18 @@ def test_a_model(of_case, waits_of_monta, case):
 
 
 def model_on_accelerator(
-    library: Path, dispatcher: str, settings: dict[str, Any], options: Options | None, without: str | None = None
+    library: Path,
+    dispatcher: str,
+    settings: dict[str, Any],
+    options: Options | None,
+    without: str | None = None,
+    alone: bool = False,
 ) -> dict[str, Any]:
-    """Steps of an optimizer, in a model of several MoE layers. Samples that move go to random places."""
+    """Steps of an optimizer, in a model of several MoE layers. Samples that move go to random places.
+
+    Args:
+        alone: not off the accelerator too, to compare; so it is where a place is left out.
+    """
     import megatron_moe_opt
     from megatron_moe_opt.dispatchers import sample_placement
     from tests.accelerator.device import accelerator
@@ -290,8 +293,8 @@ def model_on_accelerator(
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
-    losses = []
-    for context in (nullcontext(), accelerator(library, without)):
+    losses, off = [], [] if alone or without is not None else [nullcontext()]
+    for context in (*off, accelerator(library, without)):
         megatron_moe_opt.register(options)
         try:
             with parallel(ep=4), context as found, pytest.MonkeyPatch.context() as patch:
@@ -303,7 +306,7 @@ def model_on_accelerator(
         finally:
             megatron_moe_opt.register()
     waits = len(found.syncs) - before
-    of_model = {"expected": losses[0], "losses": losses[1], "waits": waits}
+    of_model = {"expected": losses[0], "losses": losses[-1], "waits": waits}
     return of_model | {"used": found.used, "found": found.findings()}
 
 

@@ -6,11 +6,8 @@ any test of ranks under any number of them.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.accelerator.executor_library import build
 from tests.accelerator.seeds import LAYERS, run_case
 from tests.accelerator.software import Queues
 
@@ -18,11 +15,6 @@ pytestmark = pytest.mark.host_only(reason="is about streams in software")
 
 WAYS = ((0, Queues.MANY), (1, Queues.ONE))
 """Taken in turn."""
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> Path:
-    return build(tmp_path_factory.mktemp("executor"))
 
 
 @pytest.mark.parametrize(("number", "case"), enumerate(LAYERS), ids=str)

@@ -228,15 +228,16 @@ def test_bytes_that_are_not_known_are_not_reported(ranks):
 
 
 def trained(layout: dict, every_pass: bool, **settings: Any) -> dict[str, Any]:
-    """Losses of steps with and without telemetry, and its report."""
+    """Losses of steps with and without telemetry, and its report: of all passes of two steps, or a sample of four."""
     from megatron_moe_opt.integration.observe import reports
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
+    steps = 2 if every_pass else 4
     with parallel(**layout):
-        without = gpt(**settings).train(4)
+        without = gpt(**settings).train(steps)
     with parallel(**layout), telemetry(every_pass):  # from the same seed
-        watched = gpt(**settings).train(4)
+        watched = gpt(**settings).train(steps)
         report = reports.collect().get("telemetry", {})
     return {"without": without, "watched": watched, "report": report}
 
@@ -255,8 +256,8 @@ def test_training_is_the_same_and_all_stages_report(ranks, layout, every_pass, s
     for result in ranks.run(trained, layout=layout, every_pass=every_pass, **settings):
         assert result["watched"] == result["without"]
         assert list(result["report"]) == ([2] if "moe_layer_freq" in settings else [1, 2])
-        # 4 steps of 2 micro-batches are 8 passes; one of them is the fourth, the next would be the eleventh.
-        assert {values["passes"] for values in result["report"].values()} == {8 if every_pass else 1}
+        # Of 2 micro-batches each. Of 8 passes one is the fourth, the next would be the eleventh.
+        assert {values["passes"] for values in result["report"].values()} == {4 if every_pass else 1}
 
 
 def logged() -> tuple[str, list[tuple[str, float, int]], list[dict[str, float]]]:

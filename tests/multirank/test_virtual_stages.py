@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_moe_opt.options import Options
+from tests.ranks.pool import RankPool
 
 # As Megatron-LM configures a pipeline without stages to interleave, and one with them.
 PLAIN = {"deallocate_pipeline_outputs": True}
@@ -68,6 +69,16 @@ def of_all_ranks(results: list[tuple[list[float], dict[str, torch.Tensor]]]) -> 
     }
 
 
+def plains(ranks: RankPool, **model: Any) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """What each rank of a plain pipeline under stock has from `train`, once for all tests of the same model."""
+    if (key := str(model)) not in _plains:
+        _plains[key] = ranks.run(train, dispatcher="alltoall", vpp=None, **PLAIN, **model)
+    return _plains[key]
+
+
+_plains: dict[str, list[tuple[list[float], dict[str, torch.Tensor]]]] = {}
+
+
 @pytest.mark.parametrize(
     ("dispatcher", "settings"),
     [
@@ -82,7 +93,7 @@ def test_training_is_that_of_a_plain_pipeline(ranks, dispatcher, settings):
     common = {"num_layers": 4}
     if dispatcher == "netmoe":  # moves samples between the layers of one stage
         common = {"num_layers": 8, "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
-    plain = ranks.run(train, dispatcher="alltoall", vpp=None, **PLAIN, **common)
+    plain = plains(ranks, **common)
     ours = ranks.run(train, dispatcher=dispatcher, vpp=2, **settings, **common)
     assert ours[0][0] == pytest.approx(plain[0][0], rel=1e-6)
     expected, got = of_all_ranks(plain), of_all_ranks(ours)

@@ -203,7 +203,7 @@ def losses(layout: dict, options: dict, settings: dict) -> list[list[float]]:
         (
             {"tp": 2, "ep": 2, "etp": 2},
             {"parm_schedule": "S2"},
-            {"moe_token_dispatcher_type": "parm", "sequence_parallel": False},
+            {"moe_token_dispatcher_type": "parm", "sequence_parallel": False, "microbatches": 1},
         ),
     ],
     ids=["pipelined, accumulated", "tokens that all TP ranks hold"],

@@ -16,7 +16,7 @@ from megatron_moe_opt.options import Options
 def losses(
     dispatcher: str, layout: dict[str, int], options: Options | None = None, steps: int = 3, **settings: Any
 ) -> list[float]:
-    """Returns the losses of a few optimizer steps of two micro-batches; `settings` go to `tests.ranks.gpt.gpt`."""
+    """Returns the losses of a few optimizer steps; `settings` go to `tests.ranks.gpt.gpt`."""
     import megatron_moe_opt
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel

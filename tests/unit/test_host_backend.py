@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +14,6 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.host import devices, gloo, patching
 from megatron_moe_opt.integration.host.attention import zigzag_positions
 from megatron_moe_opt.integration.host.limits import check_host_arguments
-
-
-def run_python(code):
-    """Execute code in a process of its own, since switching the backend on is for good; return what it printed."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
 
 USE = "from megatron_moe_opt.integration.host import use_host_backend; print(use_host_backend(), use_host_backend())"
 MEGATRON = "import megatron.core.models.gpt, megatron.core.distributed, megatron.core.optimizer"
@@ -34,16 +27,7 @@ print(param_and_grad_buffer.dist_all_gather_func is dist.all_gather_into_tensor)
 print(param_and_grad_buffer._coalescing_manager is dist._coalescing_manager)
 print(is_te_min_version("0.1"), "megatron_moe_opt" in dist.reduce_scatter_tensor.__code__.co_filename)
 """
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the host backend is for machines without a GPU")
-@pytest.mark.parametrize("code", [f"{USE}\n{MEGATRON}", f"{MEGATRON}\n{USE}"], ids=["before", "after"])
-def test_switched_on_before_or_after_importing_megatron(code):
-    assert run_python(code + ALIASES) == ["True"] * 5 + ["False", "True"]
-
-
-def test_machine_with_a_gpu_is_left_alone():
-    code = """
+WITH_A_GPU = """
 import torch, torch.distributed as dist
 torch.cuda.is_available = lambda: True
 def names():
@@ -54,11 +38,7 @@ print(use_host_backend(), all(a is b for a, b in zip(before, names(), strict=Tru
 import sys
 print("megatron.core" in sys.modules)
 """
-    assert run_python(code) == ["False", "True", "False"]
-
-
-def test_seam_that_moved_is_refused_by_name():
-    code = """
+WITHOUT_A_SEAM = """
 import torch.distributed as dist
 del dist._coalescing_manager
 from megatron_moe_opt.integration.host import use_host_backend
@@ -67,7 +47,49 @@ try:
 except ValueError as error:
     print(str(error).replace(" ", "_"))
 """
-    (message,) = run_python(code)
+CODES = {
+    "before": f"{USE}\n{MEGATRON}\n{ALIASES}",
+    "after": f"{MEGATRON}\n{USE}\n{ALIASES}",
+    "with a gpu": WITH_A_GPU,
+    "without a seam": WITHOUT_A_SEAM,
+}
+FORKS = """
+import os, pathlib, runpy, sys
+import torch  # once for all of them
+
+for code in sorted(pathlib.Path(sys.argv[1]).glob("*.py")):
+    if os.fork() == 0:
+        os.dup2(os.open(code.with_suffix(".txt"), os.O_CREAT | os.O_WRONLY), 1)
+        runpy.run_path(str(code))
+        sys.exit()
+    assert os.wait()[1] == 0, code
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory) -> dict[str, list[str]]:
+    """What each of CODES has printed in a process of its own, since switching the backend on is for good."""
+    folder: Path = tmp_path_factory.mktemp("codes")
+    for name, code in CODES.items():
+        (folder / f"{name}.py").write_text(code)
+    command = [sys.executable, "-W", "ignore", "-c", FORKS, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return {name: (folder / f"{name}.txt").read_text().split() for name in CODES}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the host backend is for machines without a GPU")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_switched_on_before_or_after_importing_megatron(printed, when):
+    assert printed[when] == ["True"] * 5 + ["False", "True"]
+
+
+def test_machine_with_a_gpu_is_left_alone(printed):
+    assert printed["with a gpu"] == ["False", "True", "False"]
+
+
+def test_seam_that_moved_is_refused_by_name(printed):
+    (message,) = printed["without a seam"]
     assert message.startswith("the_host_backend_adapts_torch.distributed._coalescing_manager,_which_this_version")
     assert "megatron-core_0.16_to_0.19" in message
 

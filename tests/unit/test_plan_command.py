@@ -15,7 +15,7 @@ from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.costs.described_cluster import describe
 from megatron_moe_opt.planning.costs.known_clusters import H100_IB400, KNOWN_CLUSTERS, PCIE
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.planner import best, candidates
+from megatron_moe_opt.planning.planner import best, candidates, fastest_narrowed
 from megatron_moe_opt.planning.predicting import parm
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
@@ -469,14 +469,18 @@ def test_a_cluster_without_some_measurements_is_good_for_the_others(run, tmp_pat
 def test_layers_that_are_alike_are_simulated_once(run, monkeypatch):
     calls = []
 
-    def counted(*arguments):
-        calls.append(arguments)
-        return candidates(*arguments)
+    def counted(function):
+        def predict(*arguments):
+            calls.append(function)
+            return function(*arguments)
 
-    monkeypatch.setattr(plan_case, "candidates", counted)
+        return predict
+
+    for function in (candidates, fastest_narrowed):
+        monkeypatch.setattr(plan_case, function.__name__, counted(function))
     code, _, _ = run("--cluster h100-ib400 --model deepseek-v3-like,dense_layers=0 --world 2048 --ep 64")
     assert code == 0
-    assert len(calls) == 2  # in their own dtype, and in formats that are narrower on the wire
+    assert calls == [candidates, fastest_narrowed]
 
 
 KNOWN = ", ".join(KNOWN_CLUSTERS)

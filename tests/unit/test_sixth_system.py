@@ -37,17 +37,13 @@ def test_it_is_planned_and_drawn(tmp_path: Path):
     assert sum(event["dur"] for event in drawn) / 1e6 == pytest.approx(seconds["in-turn:4"], abs=1e-6)
 
 
-def test_it_is_registered_and_benchmarked(tmp_path: Path):
+def test_it_is_refused_where_it_should_be_registered_and_benchmarked(tmp_path: Path):
     measured = tmp_path / "measured.json"
     sizes = words("--tokens 64 --hidden 32 --ffn-hidden 32 --experts 4 --topk 2 --steps 1 --warmup 1")
-    run("bench", "--dispatchers", f"{ALLTOALL},in-turn:3", *sizes, "--output", measured)
+    said = run("train", "bench", "--dispatchers", f"{ALLTOALL},in-turn:3", *sizes, "--output", measured)
     assert "in-turn:3" in measured.read_text()
-
-
-def test_it_is_refused_where_it_should_be():
-    said = run("train").splitlines()
     for line, refused in zip(
-        [line for line in said if re.match(r"(in-turn|monta|alltoall|auto): ", line)],
+        [line for line in said.splitlines() if re.match(r"(in-turn|monta|alltoall|auto): ", line)],
         (
             "in-turn: --swiglu does not wait for its turn",
             "in-turn: --moe-opt-turns 1 is no turn",

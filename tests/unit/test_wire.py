@@ -10,7 +10,7 @@ import torch
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options, split_options
-from megatron_moe_opt.planning.planner import best, candidates
+from megatron_moe_opt.planning.planner import best, candidates, fastest_narrowed
 from megatron_moe_opt.row_format import SAME, Wire, WireFormat, narrower
 from megatron_moe_opt.runtime.rows.hop_plan import DomainTables
 from megatron_moe_opt.runtime.rows.hop_way import DeviceTables
@@ -164,7 +164,8 @@ def test_bytes_between_nodes_are_deepeps():
 def test_auto_has_formats_among_its_candidates_where_it_may_lose():
     plain, _ = candidates(LAYER, cluster())
     assert not any(split_variant(one.variant, None)[1].wire != SAME for one in plain if system_of(one.variant))
-    found, _ = candidates(LAYER, cluster(), wires=narrower(LAYER.element_bytes))
+    wires = narrower(LAYER.element_bytes)
+    found, _ = candidates(LAYER, cluster(), wires=wires)
     narrowed = {one.variant: one for one in found if one.variant.endswith(":fp8")}
     assert {one.family for one in narrowed.values()} >= {"monta", "mpmoe"} and not any(
         "netmoe" in one for one in narrowed
@@ -174,6 +175,8 @@ def test_auto_has_formats_among_its_candidates_where_it_may_lose():
         exact = before[name.removesuffix(":fp8")]
         assert one.inter_bytes < 0.85 * exact.inter_bytes
     assert best(found).variant in narrowed
+    fastest = {wire: next(one for one in found if one.variant.endswith(f":{wire.word}")) for wire in wires}
+    assert fastest_narrowed(LAYER, cluster(), None, wires) == fastest
 
 
 @pytest.mark.parametrize(("element_bytes", "words"), [(4, ["bf16", "fp8"]), (2, ["fp8"])])

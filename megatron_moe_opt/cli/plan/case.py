@@ -11,7 +11,7 @@ from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, workload_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan, facts_of_plan
-from megatron_moe_opt.planning.planner import best, candidates
+from megatron_moe_opt.planning.planner import best, candidates, fastest_narrowed
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
@@ -21,7 +21,6 @@ from megatron_moe_opt.planning.training.step_costs import StepCosts, communicati
 from megatron_moe_opt.planning.training.throughput import Throughput, throughput
 from megatron_moe_opt.row_format import Wire, narrower
 from megatron_moe_opt.topology.expansion import Expansion, choose
-from megatron_moe_opt.variants import split_wire
 
 GIB = 2**30
 FITS = 0.9
@@ -75,9 +74,7 @@ class Case:
     def narrowed(self) -> dict[Wire, Prediction]:
         """The fastest candidate with each format in which rows would be narrower on the wire."""
         wires = narrower(self.workload.element_bytes)
-        found, _ = candidates(self.workload, self.site.cluster, self.settings.activation_budget, wires)
-        fastest = {wire: [one for one in found if split_wire(one.variant)[1] == wire] for wire in wires}
-        return {wire: ones[0] for wire, ones in fastest.items() if ones}
+        return fastest_narrowed(self.workload, self.site.cluster, self.settings.activation_budget, wires)
 
     @property
     def expansion(self) -> Expansion | None:
