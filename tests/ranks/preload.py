@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import os
 import warnings
 
@@ -14,11 +15,30 @@ import megatron_moe_opt  # noqa: E402
 megatron_moe_opt.use_host_backend()
 megatron_moe_opt.register()
 
-import torch._dynamo  # noqa: E402, F401 (which the first optimizer imports: else in each rank, for seconds)
 from megatron.core.transformer.moe import experts  # noqa: E402
 
-import tests.ranks.megatron  # noqa: E402, F401
 from megatron_moe_opt.cli.bench import links  # noqa: E402
+
+# What tests on ranks, the recipes and the first optimizer import: else each rank does, for seconds. None of it starts a
+# thread, which forked processes would lack.
+IMPORTED_LATER = (
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.optimizer_param_scheduler",
+    "megatron_moe_opt.integration.auto.controller",
+    "megatron_moe_opt.integration.measuring.measure",
+    "megatron_moe_opt.planning.planner",
+    "psutil",
+    "pytest",
+    "rich.console",
+    "rich.progress",
+    "tests.ranks.gpt",
+    "torch._dynamo",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "torch.utils.checkpoint",
+)
+for module in IMPORTED_LATER:
+    importlib.import_module(module)
 
 links.PROBE_MAX_BYTES = 2**16  # no test asks how fast links are
 experts.deepcopy = copy.copy  # of a configuration, for each layer: it took a third of what building one does

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.ranks.job import Job
 from tests.system.training import ROOT
 
 # The checkers of the recipe are tested in this process too; recipes/ is a folder of scripts, not a package.
@@ -35,7 +35,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def data(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of a Megatron dataset made of that text."""
-    prefix = tmp_path_factory.mktemp("data") / "text"
+    folder = tmp_path_factory.mktemp("data")
     script = ROOT / "recipes" / "prepare_text.py"
-    subprocess.run([sys.executable, str(script), "--output", str(prefix), "--text", str(text)], check=True)
-    return prefix
+    job = Job([script, "--output", folder / "text", "--text", text], folder / "output.txt")
+    assert job.wait() == 0, job.output.read_text()
+    return folder / "text"

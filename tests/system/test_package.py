@@ -17,6 +17,7 @@ from tests.unit.report_cases import made_report
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ("plan", "--cluster", "h100-ib400", "--model", "mixtral-8x7b", "--world", "64", "--ep", "8")
+TEMPLATES = "megatron_moe_opt/cli/report/templates"
 
 
 def run(*command: object, cwd: Path = ROOT, expect: int = 0) -> str:
@@ -52,6 +53,11 @@ def test_a_bare_environment_plans(sdist: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, sdist, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {f"{TEMPLATES}/{file.name}" for file in (ROOT / TEMPLATES).iterdir()} == {
+        name for name in names if name.startswith(TEMPLATES)
+    }
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare")
     python, moe_opt = tmp_path / "bare/bin/python", tmp_path / "bare/bin/moe-opt"
     pip = (sys.executable, "-m", "pip", "--python", python)
@@ -68,7 +74,8 @@ def test_a_bare_environment_plans(sdist: Path, tmp_path: Path) -> None:
     run(moe_opt, "report", "layer.json", "-o", "report.html", cwd=tmp_path)
     assert "<svg" in (tmp_path / "report.html").read_text()
     assert "no PyTorch" in run(moe_opt, "bench", cwd=tmp_path, expect=2)
-    assert "Training cannot run yet: mend PyTorch" in run(moe_opt, "doctor", cwd=tmp_path, expect=1)
+    said = run(moe_opt, "doctor", cwd=tmp_path, expect=1)
+    assert "pip install 'torch>=2.6'" in said and "Training cannot run yet: mend PyTorch" in said
 
 
 def test_a_wheel_with_the_extension(tmp_path: Path) -> None:

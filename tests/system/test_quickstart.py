@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy
@@ -16,7 +15,7 @@ import torch
 
 from megatron_moe_opt.errors import ConfigurationError
 from tests.ranks.job import Job
-from tests.ranks.torchrun import STAND_IN
+from tests.ranks.torchrun import run_script
 from tests.system.training import (
     LAYOUT,
     MODEL,
@@ -39,27 +38,31 @@ def losses(log: Path) -> dict[int, float]:
 def test_train_and_compare(text: Path, tmp_path: Path):
     """The script behind the quickstart, with fewer steps of a smaller model: all bars met, table and plot written."""
     script = ["bash", str(ROOT / "recipes/train_and_compare.sh")]
-    (tmp_path / "python").write_text(STAND_IN)
-    (tmp_path / "python").chmod(0o755)
-    path = f"{tmp_path}:{environment()['PATH']}"
     smaller = shlex.split("-- --num-layers 2 --hidden-size 64 --moe-ffn-hidden-size 64 --seq-length 64")
-    result = subprocess.run(
+    status, printed = run_script(
         [*script, "--text", str(text), "--steps", "16", "--output", str(tmp_path / "out"), *smaller],
-        env=environment() | {"PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
+        tmp_path / "ranks",
+        environment(),
     )
-    assert result.returncode == 0, result.stdout
+    assert status == 0, printed
     table = (tmp_path / "out/closing_table.md").read_text()
     assert table.count("- met:") == 3 and "missed" not in table
     for row in ("loss, iteration 16", "all_to_all, intra-node"):
         assert f"| {row}" in table
     assert (tmp_path / "out/loss.png").stat().st_size > 10_000
-    assert "dispatcher monta" in result.stdout and "tokens/s" in result.stdout
-    beside = re.findall(r"loss ([0-9.]+) \(there ([0-9.]+)\)", result.stdout)
+    assert "dispatcher monta" in printed and "tokens/s" in printed
+    beside = re.findall(r"loss ([0-9.]+) \(there ([0-9.]+)\)", printed)
     assert len(beside) == 16 and all(abs(float(ours) - float(there)) < 2e-4 for ours, there in beside)
+
+
+def measure_little() -> None:
+    """Has a rank measure the least of the shortest: what it measures is not looked at."""
+    from megatron_moe_opt.integration.measuring import measure, meter
+
+    meter.LEAST_OPS = meter.MOST_OPS = 2
+    meter.CALLS = 1
+    measure.SIZES = measure.LOCAL_SIZES = (4096, 16384)
+    measure.GEMM_ROWS = (16, 32)
 
 
 def test_one_flag_measures_once_and_trains_like_stock(data: Path, tmp_path: Path):
@@ -67,7 +70,8 @@ def test_one_flag_measures_once_and_trains_like_stock(data: Path, tmp_path: Path
     auto = ("--moe-token-dispatcher-type", "auto", "--moe-opt-profile-seconds", 1, "--save", tmp_path / "saved")
     logs = [tmp_path / name for name in ("auto.jsonl", "stock.jsonl")]
     file = tmp_path / "saved" / "moe-opt-cluster.json"
-    first = train(data, tmp_path, *auto, "--train-iters", 4, "--exit-interval", 2, "--log-json", logs[0])
+    few = ("--train-iters", 4, "--exit-interval", 2, "--log-json", logs[0])
+    first = train(data, tmp_path, *auto, *few, before=measure_little)
     assert "moe-opt: auto: measuring what moves cost here, for 1 s at most: part 1 of " in first
     assert f"moe-opt: auto: what was measured is kept in {file}" in first
     second = train(data, tmp_path, *auto, "--train-iters", 4, "--load", tmp_path / "saved", "--log-json", logs[0])

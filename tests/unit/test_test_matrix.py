@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from tools import test_matrix
-from tools.test_matrix import PAIRS, QUICK, ROOT, Pair, counted, newest_tag, pinned, run_tests, table
+from tools.test_matrix import NOT_OF_QUICK, PAIRS, QUICK, ROOT, Pair, counted, newest_tag, pinned, run_tests, table
 
 REPORT = '<testsuites><testsuite errors="1" failures="2" skipped="3" tests="10" time="4.2"/></testsuites>'
 PAIR = Pair("3.13", "2.15.0", "0.19.2")
@@ -24,6 +24,13 @@ def test_a_pairs_versions_take_the_place_of_the_pinned_ones():
         "megatron-core==0.19.2",
     ]
     assert lines[-1] == "six" and "ninja" in lines
+
+
+def test_packages_that_the_cross_section_does_without_are_left_out():
+    requirements = (ROOT / "recipes" / "requirements.txt").read_text()
+    everything, left = (set(pinned(requirements, PAIR, without=one).splitlines()) for one in ((), NOT_OF_QUICK))
+    assert left < everything and all(any(line.startswith(one) for line in everything - left) for one in NOT_OF_QUICK)
+    assert len(everything - left) == len(NOT_OF_QUICK)
 
 
 def test_what_pretrain_gpt_needs_is_read_from_the_package():
@@ -55,7 +62,7 @@ def test_what_has_passed_is_not_run_again_and_what_failed_is(tmp_path, monkeypat
         ran.append((pair, part))
         return part == "quick", "7 passed" if part == "quick" else "1 of 8"
 
-    monkeypatch.setattr(test_matrix, "prepare", lambda pair, folder: folder)
+    monkeypatch.setattr(test_matrix, "prepare", lambda pair, folder, parts: folder)
     monkeypatch.setattr(test_matrix, "run_part", run_part)
     words = ["x", "--folder", str(tmp_path), "--pairs", "3.13 2.15.0 0.19.2", "--parts", "quick,pretrain"]
     monkeypatch.setattr("sys.argv", words)
@@ -84,7 +91,7 @@ def test_failed_tests_alone_are_run_again(tmp_path):
 
 def test_a_python_that_is_not_here_is_said(tmp_path):
     with pytest.raises(FileNotFoundError, match="no Python 3.99 here: install one"):
-        test_matrix.prepare(Pair("3.99", "2.15.0", "0.19.2"), tmp_path)
+        test_matrix.prepare(Pair("3.99", "2.15.0", "0.19.2"), tmp_path, ["quick"])
 
 
 @pytest.mark.parametrize(
