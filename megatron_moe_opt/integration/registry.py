@@ -261,12 +261,13 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
 
     @functools.wraps(stock_init)
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        with reading_as_alltoall(config) as name:
+        if (name := getattr(config, FIELD)) in dispatcher_names():
+            _check_again(config, name)
+        with reading_as_alltoall(config):
             replicated = name in dispatcher_names() and holds_replicated_tokens(config)
             with reading_as_sequence_parallel(config) if replicated else nullcontext():
                 stock_init(self, config, *args, **kwargs)
         if name in dispatcher_names():
-            _check_again(config, name)
             failure_board.start()
             _compare(_groups_of(self.token_dispatcher).joint, name, config)
             if overlaps_batches(config):

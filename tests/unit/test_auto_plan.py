@@ -460,12 +460,7 @@ def test_a_ramped_batch_does_not_make_steps_of_a_pipeline_longer(monkeypatch, ch
 def test_what_another_rank_has_no_package_for_is_left_out_before_ranks_wait_for_each_other(timed, monkeypatch, capsys):
     """Also where it has run before: what it communicates with was released when it lost, or was left."""
     controller, _, _ = timed
-
-    def gathered(of_ranks: list, own: object) -> None:
-        of_ranks[:] = [own, "DeepEP is not installed"]
-
-    monkeypatch.setattr(controlling.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(controlling.dist, "all_gather_object", gathered)
+    monkeypatch.setattr(controlling, "known_to_all", lambda own: [own, "DeepEP is not installed"])
     monkeypatch.setattr(controlling, "failure_to_start", lambda *_: pytest.fail("it waits for the other rank"))
     controller._starting.add("flex:deepep")
     assert controller._starts("flex:deepep", [])
@@ -480,8 +475,7 @@ def test_ranks_without_the_layers_that_are_tried_need_no_memory_for_them(timed, 
     controller.first_step = FirstStep(((SEEN,),), (room_of(0, 1),))
     asked: list[int] = []
     monkeypatch.setattr(controlling.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(controlling.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(controlling.dist, "all_gather_object", lambda of_ranks, own: of_ranks.__setitem__(0, own))
+    monkeypatch.setattr(controlling, "known_to_all", lambda own: [own])
     monkeypatch.setattr(controlling.memory_room, "could_take", asked.append)
     assert controller._fits("netmoe", []) and not asked
     controller._fitting.clear()
@@ -509,8 +503,7 @@ def test_a_second_plan_needs_no_file_and_may_fail(timed, monkeypatch, tmp_path, 
     monkeypatch.setattr(controlling, "tried_by_profile", no_plan)
     monkeypatch.setattr(controlling, "found_by_first", lambda find, group: find())
     monkeypatch.setattr(controlling, "release_domain_groups", lambda group: None)
-    monkeypatch.setattr(controlling.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(controlling.dist, "all_gather_object", lambda of_ranks, own: of_ranks.__setitem__(0, own))
+    monkeypatch.setattr(controlling, "known_to_all", lambda own: [own])
     monkeypatch.setattr(controller, "_look", SimpleNamespace(taken=lambda: controller.first_step))
     controller.layers[0].passes = 1
     controller.plan, controller.options = None, Options(profile=tmp_path / "gone.json")

@@ -31,6 +31,7 @@ from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.costs.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.row_format import WireFormat
+from megatron_moe_opt.runtime.job.agreement import known_to_all
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
 from megatron_moe_opt.runtime.observed.traffic_rows import TrafficRow
 from megatron_moe_opt.systems import dispatcher_names
@@ -181,8 +182,7 @@ def _count_step(
     layer.clear_grads()
     with TrafficCounter(nodes) as counter:
         memory = peak_memory_growth(layer.step, device)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (counter.bytes_to(), memory))
+    gathered = known_to_all((counter.bytes_to(), memory))
     sent = [bytes_to for bytes_to, _ in gathered]
     memories = [memory for _, memory in gathered]
     peak = None if None in memories else max(memories)

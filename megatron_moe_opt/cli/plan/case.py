@@ -15,7 +15,7 @@ from megatron_moe_opt.planning.planner import best, candidates, fastest_narrowed
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
-from megatron_moe_opt.planning.training.memory import RECOMPUTE, layer_activations, training_memory
+from megatron_moe_opt.planning.training.memory import RECOMPUTE, layer_activations, training_memory, under_way
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.step_costs import StepCosts, communication
 from megatron_moe_opt.planning.training.throughput import Throughput, throughput
@@ -130,7 +130,7 @@ class Case:
                 again = layer_activations(model, layout, settings.micro_batch, self.sequence, moe=layers > 0)
                 found.append((of_stock + sum(again.values()), min(layers, 1)))
             else:
-                found.append((of_stock, layers * min(layout.pp - stage, settings.micro_batches)))
+                found.append((of_stock, layers * under_way(layout, stage, settings.micro_batches)))
         return found
 
     def fits(self, one: Prediction) -> bool:

@@ -17,7 +17,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS
 from megatron_moe_opt.planning.planner import candidates, stock_without_waiting
 from megatron_moe_opt.planning.training.arrangements import Arrangement, arrangements
-from megatron_moe_opt.planning.training.memory import RECOMPUTE, layer_activations, training_memory
+from megatron_moe_opt.planning.training.memory import RECOMPUTE, layer_activations, training_memory, under_way
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.topology.layouts import Layout
 
@@ -117,9 +117,10 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     console = progress_console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bounded = _bounded(settings, model, progress.track(small, description="layouts"))
-        of_stock = _tokens_of_stock(bounded)
+        of_stock = _with_stock(bounded)
+        enough = _tokens_of_stock(of_stock)
         for bound in progress.track(bounded, description="dispatchers"):
-            least = of_stock
+            least = enough
             if len(found) == SHOWN:
                 least = max(least, found[-1].step(found[-1].chosen).tokens_per_second)
             if _most_tokens(bound) <= least:
@@ -129,7 +130,8 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
                 found = sorted([*found, case], key=lambda one: -one.step(one.chosen).tokens_per_second)[:SHOWN]
     if not found:
         raise ConfigurationError(f"--world {world}: no layout holds the model's activations: take more GPUs, or --cp")
-    return Searched(tuple(found), _fastest_of_stock(bounded), len(small), len(of_step) - len(small))
+    _, stock = max(of_stock, key=lambda one: one[0], default=(0.0, None))
+    return Searched(tuple(found), stock, len(small), len(of_step) - len(small))
 
 
 def _bounded(settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangement]) -> list[Case]:
@@ -164,25 +166,19 @@ def _most_tokens(bound: Case) -> float:
     return bound.step(bound.candidates[0]).tokens_per_second
 
 
-def _tokens_of_stock(bounded: Iterable[Case]) -> float:
-    """Returns tokens a second that stock has in SHOWN of the arrangements, where it fits: what is shown has no fewer.
+def _with_stock(bounded: Iterable[Case]) -> list[tuple[float, Case]]:
+    """Returns the arrangements in which stock fits, without what bounds them, each behind stock's tokens a second."""
+    of_stock = (replace(one, candidates=one.candidates[1:]) for one in bounded)
+    return [(one.step(one.stock).tokens_per_second, one) for one in of_stock if one.fits(one.stock)]
+
+
+def _tokens_of_stock(of_stock: Iterable[tuple[float, Case]]) -> float:
+    """Returns tokens a second that stock has in SHOWN of the arrangements: what is shown has no fewer.
 
     Where all layers are run again, what takes less time may have fewer tokens a second: it may wait for more of it.
     """
-    found = [
-        one.step(stock).tokens_per_second
-        for one in bounded
-        for stock in one.candidates[1:]
-        if one.settings.recompute != RECOMPUTE[-1] and one.fits(stock)
-    ]
+    found = [tokens for tokens, one in of_stock if one.settings.recompute != RECOMPUTE[-1]]
     return sorted(found)[-SHOWN] * (1 - 1e-6) if len(found) >= SHOWN else 0.0  # stock itself is to be shown, too
-
-
-def _fastest_of_stock(bounded: Iterable[Case]) -> Case | None:
-    """Returns the arrangement that one would choose for stock, which another dispatcher has to be held against."""
-    of_stock = [replace(one, candidates=one.candidates[1:]) for one in bounded]  # not the one that hides what it sends
-    fitting = [one for one in of_stock if one.fits(one.stock)]
-    return max(fitting, key=lambda one: one.step(one.stock).tokens_per_second, default=None)
 
 
 def _seconds_for(bound: Case, least: float) -> float:
@@ -215,8 +211,7 @@ def _least_memory(model: ModelShape, one: Arrangement, sequence: int) -> float:
 
     def held(stage: int) -> float:
         memory = training_memory(model, layout, one.micro_batch, sequence, one.micro_batches, stage, one.recompute)
-        passes = model.moe_layers(layout, stage) * min(layout.pp - stage, one.micro_batches)
-        return memory.total - of_experts * passes
+        return memory.total - of_experts * model.moe_layers(layout, stage) * under_way(layout, stage, one.micro_batches)
 
     return max(map(held, model.telling_stages(layout)))
 

@@ -76,7 +76,7 @@ from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.runtime.engine.collectives import device_of
-from megatron_moe_opt.runtime.job.agreement import found_by_first
+from megatron_moe_opt.runtime.job.agreement import found_by_first, known_to_all
 from megatron_moe_opt.systems import moves_samples
 from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
@@ -213,9 +213,7 @@ class Controller:
         before, planned = self.first_step, self.shapes
         began = time.perf_counter() if self.clock.began is None else self.clock.began
         self.clock.forget()
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, self._look.taken())
-        self.first_step = of_all(of_ranks)
+        self.first_step = of_all(known_to_all(self._look.taken()))
         if self.options.profile is None and self.options.plan is None and self.own_profile is None:
             self._measure(self.first_step.workloads)
         try:
@@ -344,8 +342,7 @@ class Controller:
         )
         communicators = self.trying.communicators(variant) if layers else 0
         size = self.first_step.rooms[dist.get_rank()].needed(above, communicators)
-        of_ranks: list[int | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, None if not size or memory_room.could_take(size) else size)
+        of_ranks = known_to_all(None if not size or memory_room.could_take(size) else size)
         lacking = [one for one in of_ranks if one is not None]
         if lacking:
             say(AUTO, no_room_line(variant, lacking, len(of_ranks)))
@@ -378,9 +375,7 @@ class Controller:
         Args:
             own: how it has failed on this rank; None: it has not.
         """
-        of_ranks: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)
-        return next(((rank, failure) for rank, failure in enumerate(of_ranks) if failure is not None), None)
+        return next(((rank, failure) for rank, failure in enumerate(known_to_all(own)) if failure is not None), None)
 
     def _watch(self) -> None:
         """Looks and plans anew where a choice does not rest on what it was made by any more. Nothing waits for the

@@ -32,7 +32,7 @@ from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job import failure_board
-from megatron_moe_opt.runtime.job.agreement import found_by_first
+from megatron_moe_opt.runtime.job.agreement import found_by_first, known_to_all
 from megatron_moe_opt.topology.nodes import node_name, number_nodes
 from megatron_moe_opt.versions import software
 
@@ -104,8 +104,7 @@ def kept_in() -> Path | None:
 
 def facts_of_run(sizes: Sizes, layer: LayerWorkload, device: torch.device) -> dict[str, str | int]:
     """Returns what the times depend on, by names that the user knows. A collective call over the world."""
-    names: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(names, (node_name(), socket.gethostname()))
+    names = known_to_all((node_name(), socket.gethostname()))
     nodes = number_nodes([node for node, _ in names])
     hosts = list(dict.fromkeys(host for _, host in names))
     of_machine = {name: fact for name, fact in machine(device).items() if name != "name"}

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.integration.layer.netmoe_layer import balances_ranks
@@ -20,6 +19,7 @@ from megatron_moe_opt.planning.choosing.trials import NEAR
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.planning.traces.routing_replay import decided_share, replay
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
+from megatron_moe_opt.runtime.job.agreement import known_to_all
 from megatron_moe_opt.systems import moves_samples
 from megatron_moe_opt.systems.netmoe import NETMOE
 from megatron_moe_opt.systems.system import FLAG, recomputed_modules
@@ -97,8 +97,7 @@ def saving_of(routing: Sequence[np.ndarray], tp: ProcessGroup, groups: ExpertGro
         On the group's first rank; None on the others, and where it cannot be told.
     """
     holders = SampleHolders.of(tp, groups)
-    of_ranks: list[Any] = [None] * groups.joint_size
-    dist.all_gather_object(of_ranks, list(routing), group=groups.joint)
+    of_ranks = known_to_all(list(routing), groups.joint)
     return replayed(of_ranks, holders, blocks) if groups.joint.rank() == 0 else None
 
 

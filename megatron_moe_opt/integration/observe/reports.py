@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.integration.host.patching import when_imported
 from megatron_moe_opt.integration.observe import netmoe_report, telemetry_report
+from megatron_moe_opt.runtime.job.agreement import known_to_all
 
 Values = dict[int, dict[str, float]]
 """Reported values by layer number, and then by name."""
@@ -34,10 +35,8 @@ def collect() -> Reports:
 
     own = {name: source.take() for name, source in SOURCES.items()}
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    stages: list[Reports] = [own]
-    if pipeline.size() > 1:  # a stage without such layers takes part: it does not know of the others'
-        stages = [{}] * pipeline.size()
-        dist.all_gather_object(stages, own, group=pipeline)
+    # A stage without such layers takes part: it does not know of the others'.
+    stages = known_to_all(own, pipeline) if pipeline.size() > 1 else [own]
     reports = {name: dict(sorted(layer for stage in stages for layer in stage[name].items())) for name in SOURCES}
     return {name: values for name, values in reports.items() if values}
 

@@ -153,6 +153,11 @@ def _middle_width(gated: bool, fused: bool) -> int:
 RECOMPUTE = ("none", "selective", "full")
 
 
+def under_way(layout: Layout, stage: int, micro_batches: int) -> int:
+    """Returns how many of a step's micro-batches a pipeline stage holds the activations of at once (1F1B)."""
+    return min(layout.pp - stage, micro_batches)
+
+
 def training_memory(
     model: ModelShape,
     layout: Layout,
@@ -168,7 +173,7 @@ def training_memory(
     Optimizer states are shared out as Megatron's distributed optimizer does.
 
     Args:
-        micro_batches: of one step; the pipeline (1F1B) holds the activations of at most pp - stage of them.
+        micro_batches: of one step.
         recompute: "none"; "selective", of the attention's middle; "full", of every layer from its input.
         each: see state_memory.
 
@@ -188,4 +193,4 @@ def training_memory(
         if recompute == "full":
             terms = {"layer input": BF16 * micro_batch * sequence // layout.cp // layout.tp * model.hidden}
         activations += layers * sum(terms.values())
-    return replace(states, activations=float(activations * min(layout.pp - stage, micro_batches)))
+    return replace(states, activations=float(activations * under_way(layout, stage, micro_batches)))

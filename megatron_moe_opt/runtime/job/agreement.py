@@ -1,4 +1,4 @@
-"""What one rank finds out for all of a group."""
+"""What one rank finds out for all of a group, and what all of them know."""
 
 from __future__ import annotations
 
@@ -27,3 +27,15 @@ def found_by_first(find: Callable[[], T], group: dist.ProcessGroup) -> T:
     if found[1] is not None:
         raise found[1]
     return found[0]
+
+
+def known_to_all(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Returns what each rank of the group knows, in the order of its ranks, on all of them. A collective call.
+
+    Args:
+        own: what this rank knows; it can be pickled.
+        group: None: the world.
+    """
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, own, group=group)
+    return of_ranks

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_moe_opt.runtime.job.agreement import known_to_all
 from megatron_moe_opt.runtime.observed.traffic_rows import INTER_NODE, INTRA_NODE, TrafficRow
 from megatron_moe_opt.topology.nodes import NodeMap
 
@@ -109,9 +110,7 @@ class TrafficCounter(TorchDispatchMode):
 
         A collective call; make it after leaving the context, or it counts itself.
         """
-        rows_of_ranks: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(rows_of_ranks, self.rows(), group=group)
-        return sum_rows(row for rows in rows_of_ranks for row in rows)
+        return sum_rows(row for rows in known_to_all(self.rows(), group) for row in rows)
 
 
 def sum_rows(rows: Iterable[TrafficRow]) -> tuple[TrafficRow, ...]:
