@@ -47,6 +47,7 @@ from megatron_moe_opt.integration.registry import launcher_options
 from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.job import failure_board
+from megatron_moe_opt.runtime.job.gpu_of_rank import take_gpu
 from megatron_moe_opt.runtime.job.same_start import say_together, start_alike
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
 from megatron_moe_opt.topology.nodes import discover_nodes
@@ -65,8 +66,7 @@ def start_distributed(timeout: timedelta) -> torch.device:
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
+    device = take_gpu()
     dist.init_process_group("nccl", timeout=timeout, device_id=device)
     return device
 

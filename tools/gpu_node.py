@@ -1,9 +1,10 @@
 """Part two of the check for machines with GPUs: the ranks of a node together, or of the nodes of a Slurm job.
 
-    bash tools/gpu_check.sh --node             builds first; one node of 2 to 8 GPUs
+    bash tools/gpu_check.sh --node             builds first; one node of up to 8 GPUs
     python -m tools.gpu_node --plan --gpus 8   the steps and their limits, without a GPU
     sbatch tools/gpu_nodes.sbatch              two nodes
 
+On one GPU SHARING ranks share it, over NCCL's sockets: their results count there, their times say nothing of a cluster.
 Every step has a time limit; one that fails does not stop the others. Ends with a page (runs/gpu_node/page.md), and with
 a status that is not 0 if a step failed.
 """
@@ -28,6 +29,8 @@ from tools.test_matrix import QUICK
 
 ROOT = Path(__file__).resolve().parents[1]
 QUEUES = (32, 1)
+SHARING = 4
+"""The ranks that share the GPU of a node that has one."""
 OURS = ("monta", "monta:O3x4", "mpmoe:2", "expert-migration")
 COMMAND = ("-m", "megatron_moe_opt.cli.main")
 CROSS_SECTION = (
@@ -61,10 +64,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How commands are started on a GPU each: by torchrun on this node, or by srun on those of a job."""
+    """How commands are started on ranks: by torchrun on this node, or by srun on those of a job."""
 
     gpus: int
-    """GPUs of a node."""
+    """Ranks of a node: as many as it has GPUs, or SHARING on a single one."""
     nodes: int = 1
 
     def __call__(self, *command: str, before: Sequence[str] = ()) -> tuple[str, ...]:
@@ -180,11 +183,11 @@ def main() -> int:
     import torch
 
     gpus = args.gpus or (torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    if gpus < 2 or (not args.plan and not torch.cuda.is_available()):
-        print(f"gpu_node.py: error: {gpus} GPU(s) here: needs 2 to 8; --plan --gpus 8 shows the steps", file=sys.stderr)
+    if not gpus or (not args.plan and not torch.cuda.is_available()):
+        print("gpu_node.py: error: no GPU here; --plan --gpus 8 shows the steps", file=sys.stderr)
         return 2
     folder = ROOT / "runs" / "gpu_node"
-    ranks = Ranks(gpus, int(os.environ.get("SLURM_NNODES", "1")))
+    ranks = Ranks(gpus if gpus > 1 else SHARING, int(os.environ.get("SLURM_NNODES", "1")))
     if args.plan:
         print(plan(steps(ranks, ("deepep",), folder)))
         return 0
@@ -203,7 +206,8 @@ def main() -> int:
         results.append(run(step, folder / f"step-{number}.log"))
         print(f"   {results[-1].said}", flush=True)
     day = f"{datetime.now(timezone.utc):%Y-%m-%d}"
-    title = f"{ranks.nodes} node(s) of {gpus} x {torch.cuda.get_device_name()}, {day}"
+    sharing = f", shared by {ranks.gpus} ranks" if ranks.gpus > gpus else ""
+    title = f"{ranks.nodes} node(s) of {gpus} x {torch.cuda.get_device_name()}{sharing}, {day}"
     written = page(title, _facts(), results, folder, QUEUES, not_installed, ALL_TESTS)
     targets = [folder / "page.md"] + [ROOT / "docs" / "benchmarks" / f"gpu-node-{day}.md"] * args.record
     for target in targets:

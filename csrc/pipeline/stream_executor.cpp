@@ -1,5 +1,6 @@
 #include "stream_executor.h"
 
+#include <algorithm>
 #include <string>
 
 namespace moe_opt {
@@ -40,7 +41,10 @@ class Issue {
     streams_.synchronize(caller_);
     std::vector<Span> spans(ops_.size());
     for (size_t i = 0; i < ops_.size(); ++i) {
-      if (end_[i]) spans[i] = {streams_.seconds(*begin_, *start_[i]), streams_.seconds(*begin_, *end_[i])};
+      if (!end_[i]) continue;
+      spans[i] = {streams_.seconds(*begin_, *start_[i]), streams_.seconds(*begin_, *end_[i])};
+      // The host notes ends late; an op that another has waited for had ended when that one began.
+      for (const int other : ops_[i].waits_for) spans[other].end = std::min(spans[other].end, spans[i].start);
     }
     return spans;
   }

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.runtime.job.gpu_of_rank import take_gpu
 from megatron_moe_opt.topology.process_groups import temporary_groups
 
 
@@ -58,10 +59,7 @@ def process_group() -> Iterator[torch.device]:
     """Makes the default process group inside the block: NCCL with a GPU a rank, Gloo without; yields this rank's
     device.
     """
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
+    device = take_gpu() if torch.cuda.is_available() else torch.device("cpu")
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
     with temporary_groups([dist.group.WORLD]):

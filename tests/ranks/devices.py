@@ -1,4 +1,4 @@
-"""Where a rank's tensors are: on the host, or with `pytest --gpus` on a GPU of its own.
+"""Where a rank's tensors are: on the host, or with `pytest --gpus` on a GPU.
 
 Tests do not name a device. What they make with torch's factories is drawn on the host, from the same random numbers
 with and without GPUs, and lies on the rank's device; what the package and Megatron make is left as it is.
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_moe_opt.runtime.job.gpu_of_rank import take_gpu
 from tests.ranks.pool import EMULATOR, GPUS
 
 CONTRACT = 1e-6
@@ -22,7 +23,7 @@ difference over the norm.
 
 
 def on_gpus() -> bool:
-    """Whether the ranks have a GPU each."""
+    """Whether the ranks are on GPUs."""
     return GPUS in os.environ
 
 
@@ -46,13 +47,13 @@ def same(ours: torch.Tensor, stock: torch.Tensor) -> bool:
     return torch.equal(ours, stock)
 
 
-def use_gpu(rank: int) -> None:
-    """Makes this process that of a rank with the GPU of its number, before its process group is made."""
+def use_gpu() -> None:
+    """Makes this process that of a rank with a GPU, before its process group is made."""
     if EMULATOR in os.environ:
         from tests.emulator.ranks import use_emulated_gpu
 
         use_emulated_gpu()
-    torch.cuda.set_device(rank)
+    take_gpu()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     # Repeated runs have the same bits. What cannot is said, and stays within the contract.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

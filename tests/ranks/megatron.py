@@ -62,7 +62,8 @@ def parallel(
         vars(parallel_state).update(_layouts[layout])
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
-        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+        loss_scale = torch.ones(1, device="cuda" if torch.cuda.is_available() else "cpu")
+        MoEAuxLossAutoScaler.set_loss_scale(loss_scale)
         yield
     finally:
         forget_losses()

@@ -232,7 +232,7 @@ def _initialize(rank: int, world: int, store: Path) -> None:
     from tests.ranks import devices
 
     if GPUS in os.environ:
-        devices.use_gpu(rank)
+        devices.use_gpu()
     backend = "nccl" if GPUS in os.environ else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     dist.barrier()

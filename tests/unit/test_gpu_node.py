@@ -60,7 +60,7 @@ def test_ranks_of_a_job_of_nodes_are_started_by_srun(tmp_path):
 def test_without_gpus_it_is_refused(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu_node"])
     assert main() == 2
-    assert "gpu_node.py: error: 0 GPU(s) here: needs 2 to 8" in capsys.readouterr().err
+    assert "gpu_node.py: error: no GPU here; --plan" in capsys.readouterr().err
 
 
 def test_how_steps_end(tmp_path):

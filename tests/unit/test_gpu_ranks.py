@@ -1,13 +1,15 @@
-"""`pytest --gpus` where there are none, or fewer than ranks."""
+"""Ranks on GPUs where there are none, or fewer than ranks."""
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron_moe_opt.runtime.job.gpu_of_rank import take_gpu
 from tests import conftest
-from tests.ranks.pool import GPUS, RankPool
 
 
 def test_the_option_is_refused_without_gpus(monkeypatch):
@@ -17,9 +19,13 @@ def test_the_option_is_refused_without_gpus(monkeypatch):
         conftest.pytest_configure(config)
 
 
-def test_ranks_without_a_gpu_each_are_left_out_and_say_why(monkeypatch):
-    monkeypatch.setenv(GPUS, "1")
-    monkeypatch.setattr(conftest, "_gpus", lambda: 2)
-    with pytest.raises(pytest.skip.Exception, match="^4 ranks need a GPU each, and this machine has 2$"):
-        next(conftest._open(RankPool(4)))
-    assert isinstance(next(conftest._open(RankPool(2))), RankPool)
+@pytest.mark.parametrize(("gpus", "local_rank", "device", "host"), [(8, 3, 3, False), (2, 3, 1, True), (1, 3, 0, True)])
+def test_ranks_share_gpus_where_there_are_fewer_each_a_host_to_nccl(monkeypatch, gpus, local_rank, device, host):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    for name, value in {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 4, "NCCL_HOSTID": ""}.items():
+        monkeypatch.setenv(name, str(value))
+    assert take_gpu() == torch.device("cuda", device) and taken == [torch.device("cuda", device)]
+    assert os.environ["NCCL_HOSTID"].endswith(f"-{local_rank}" if host else "")
+    assert bool(os.environ["NCCL_HOSTID"]) is host

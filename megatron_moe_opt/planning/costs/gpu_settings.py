@@ -17,8 +17,8 @@ BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 _YES = ("1", "t", "true", "y", "yes")
 """What PyTorch reads as on, in any case."""
 _BY_DEFAULT = 8
-_OF_NO_EFFECT = ("NCCL_DEBUG",)
-"""The beginnings of names that say what NCCL writes, not what it does."""
+_OF_NO_EFFECT = ("NCCL_DEBUG", "NCCL_HOSTID")
+"""The beginnings of names that say what NCCL writes, not what it does; and a name that is each rank's own."""
 _FIRST_THAT_NEEDS_NO_ORDER = 10
 """The first compute capability, Blackwell's, of GPUs on which Megatron does not ask for one queue."""
 
