@@ -1,7 +1,6 @@
 """Kernels against what is in use today: permute and unpermute against Megatron-Core's unfused ones, rows in wire
-formats against the same in the rows' dtype, gathers of tokens that hop against the kernel that copies tokens to rows of
-a map, the residual codec against PyTorch's operations, all against plain copies; and placing samples, see
-bench_placement.
+formats against the same in the rows' dtype, copies of tokens that hop against PyTorch's index_select, the residual
+codec against PyTorch's operations, all against plain copies; and placing samples, see bench_placement.
 
 All sides alternate in one process and find their memory warm: on CPU malloc is told to keep what is freed, because page
 faults would otherwise cost Megatron-Core several times its own work. Permute and unpermute run through autograd. The
@@ -86,7 +85,7 @@ def bench_kernels(
     codec_settings = {"elements": elements, "kept": elements // keep_one_in}
     print_table("permute / unpermute", "Megatron-Core", permute_rows, permute_settings | common)
     print_table("rows in wire formats", "without", wire_rows, permute_settings | common)
-    print_table("tokens that hop", "spread_rows", hop_rows, permute_settings | common)
+    print_table("tokens that hop", "index_select", hop_rows, permute_settings | common)
     print_table("residual codec", "PyTorch", codec_rows, codec_settings | common)
     rows = permute_rows + wire_rows + hop_rows + codec_rows
     placement = measure_placement(where, repeats, seed)
@@ -298,8 +297,8 @@ class Workload:
         return rows
 
     def measure_hops(self, repeats: int) -> list[Row]:
-        """Returns the measured rows of gathers where tokens hop: of copies to domains, eight of consecutive experts or
-        one an expert, and of the rows of experts.
+        """Returns the measured rows of copies where tokens hop: to eight domains of consecutive experts, or one an
+        expert, and to the rows of experts.
         """
         from megatron_moe_opt import kernels
         from megatron_moe_opt.runtime.rows.hop_way import present
@@ -317,17 +316,17 @@ class Workload:
         out = torch.empty(self.num_rows, self.shape[1], dtype=tokens.dtype, device=self.device)
         ours = {
             "copies to domains": (
-                lambda: torch.index_select(rows, 0, to_domains.sources, out=copies),
+                lambda: kernels.spread_rows(rows, to_domains, copies),
                 rows.nbytes + copies.nbytes,
             ),
             "rows of experts": (
-                lambda: layout.select(rows, to_experts.sources, out),
+                lambda: layout.spread(rows, to_experts, out),
                 self.token_bytes + out.nbytes,
             ),
         }
         stock = {
-            "copies to domains": lambda: kernels.spread_rows(rows, to_domains),
-            "rows of experts": lambda: kernels.spread_rows(tokens, to_experts),
+            "copies to domains": lambda: torch.index_select(rows, 0, to_domains.sources, out=copies),
+            "rows of experts": lambda: torch.index_select(rows[:, : out.size(1)], 0, to_experts.sources, out=out),
         }
         return rows_of(ours, stock, self.dtype, repeats, self.device)
 

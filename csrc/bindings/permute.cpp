@@ -56,6 +56,30 @@ std::tuple<Tensor, OptionalTensor> permute_rows(const RowMapTensors& row_map, co
   return {permuted, permuted_probs};
 }
 
+// out [R, V] from rows [T, >= V]: each row in all of its places, whatever its elements are.
+void spread_rows(const RowMapTensors& row_map, const Input<"rows">& rows, const Buffer<"out">& out) {
+  const at::Device device = rows.device();
+  const RowMap map = view(row_map, device);
+  check_tensor(rows, 2, device);
+  check_tensor(out, 2, device);
+  check(rows.size(0) == map.num_tokens && out.size(0) == map.num_rows, "spread_rows: ", rows.size(0),
+        " rows and an out of ", out.size(0), ", but the row map has ", map.num_tokens, " tokens and ", map.num_rows,
+        " rows");
+  const int64_t row_bytes = out.size(1) * out.element_size();
+  check(out.scalar_type() == rows.scalar_type() && out.size(1) <= rows.size(1) && row_bytes % 2 == 0,
+        "spread_rows: out of shape ", out.sizes(), " and dtype ", out.scalar_type(), " cannot hold the beginnings of ",
+        "rows of shape ", rows.sizes(), " and dtype ", rows.scalar_type(), ", an even number of bytes each");
+  check(!overlap(rows, out), "spread_rows: rows and out share memory");
+  constexpr DType kTwoBytes = DType::kFloat16;
+  MOE_OPT_IF_CUDA(rows, cuda::permute_rows(map, kTwoBytes, kTwoBytes, row_bytes / 2, const_rows(rows),
+                                           mutable_rows(out), nullptr, 0, {}, 0, call.stream)) {
+    for_token_ranges(map, row_bytes, [&](int64_t begin, int64_t end) {
+      cpu::permute_rows(map, kTwoBytes, kTwoBytes, row_bytes / 2, const_rows(rows), mutable_rows(out), nullptr, 0, {},
+                        0, begin, end);
+    });
+  }
+}
+
 // packed [R, payload + lane], of the dtype of rows on the wire.
 Tensor permute_packed(const RowMapTensors& row_map, const Input<"tokens">& tokens, const Input<"probs">& probs,
                       const std::string& wire) {
@@ -167,6 +191,7 @@ Tensor unpermute_probs(const RowMapTensors& row_map, const Input<"grad_permuted_
 
 void bind_permute(py::module_& m) {
   define(m, "permute_rows", permute_rows, NoGil());
+  define(m, "spread_rows", spread_rows, NoGil());
   define(m, "permute_packed", permute_packed, NoGil());
   define(m, "unpermute_rows", unpermute_rows, NoGil());
   define(m, "sum_rows", sum_rows, NoGil());

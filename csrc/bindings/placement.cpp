@@ -13,6 +13,7 @@ namespace {
 // num [I, E] from routing_map [I * L, E].
 Tensor count_routing_map(const Input<"routing_map">& routing_map, Size<"num_samples"> num_samples) {
   check_routing_map(routing_map);
+  check(routing_map.is_cpu(), "routing_map must be on the CPU, but is on ", routing_map.device());
   const int64_t num_tokens = routing_map.size(0), num_experts = routing_map.size(1);
   check(num_samples > 0 && num_tokens % num_samples == 0, "routing_map of shape ", routing_map.sizes(),
         " cannot be cut into ", num_samples, " samples of equal length");
@@ -21,13 +22,11 @@ Tensor count_routing_map(const Input<"routing_map">& routing_map, Size<"num_samp
   if (num.numel() == 0 || routing_map.numel() == 0) return num.zero_();  // however many rows of nothing there are
   const auto* bytes = static_cast<const uint8_t*>(routing_map.const_data_ptr());
   int64_t* out = num.mutable_data_ptr<int64_t>();
-  MOE_OPT_IF_CUDA(routing_map, cuda::count_routing_map(layout, bytes, num_experts, out, call.stream)) {
-    const int64_t sample_bytes = std::max<int64_t>(1, layout.tokens_per_sample * num_experts);
-    const int64_t grain = std::max<int64_t>(1, kBytesPerTask / sample_bytes);
-    at::parallel_for(0, layout.num_samples, grain, [&](int64_t begin, int64_t end) {
-      cpu::count_routing_map(layout, bytes, num_experts, out, begin, end);
-    });
-  }
+  const int64_t sample_bytes = std::max<int64_t>(1, layout.tokens_per_sample * num_experts);
+  const int64_t grain = std::max<int64_t>(1, kBytesPerTask / sample_bytes);
+  at::parallel_for(0, layout.num_samples, grain, [&](int64_t begin, int64_t end) {
+    cpu::count_routing_map(layout, bytes, num_experts, out, begin, end);
+  });
   return num;
 }
 

@@ -1,12 +1,13 @@
 // Permute and unpermute on CUDA: one block a token.
 //
-// A block reads its token's row once and writes it to each permuted row, or sums its permuted rows in registers and
-// writes once, so each byte of the large matrices crosses memory once. A thread keeps several 16-byte vectors (of the
-// token, or of different permuted rows) in flight before it uses the first; the row indices of a token are loaded
-// together, not one after the other, and at a guessed place before its offsets say where they are. No atomics, no
-// shared state between blocks: the same bits in every run.
+// A block reads its token's row once and writes it to each permuted row, from shared memory, or sums its permuted rows
+// in registers and writes once, so each byte of the large matrices crosses memory once. A thread that sums keeps
+// several 16-byte vectors of different permuted rows in flight before it uses the first; the row indices of a token are
+// loaded together, not one after the other, and at a guessed place before its offsets say where they are. No atomics,
+// no shared state between blocks: the same bits in every run.
 //
 // Shapes: T tokens, E experts, R rows, H hidden. "Row" below always means a permuted row.
+#include "bulk_copy.cuh"
 #include "cuda_common.cuh"
 #include "permute.h"
 
@@ -14,9 +15,10 @@ namespace moe_opt {
 namespace cuda {
 namespace {
 
-constexpr int kCopyVectors = 4;   // vectors of its token a thread holds while it writes them to each row
-constexpr int kRowsInFlight = 8;  // rows whose vectors a thread requests together
-constexpr int kStagedRows = 256;  // rows of a token whose places are kept in shared memory
+constexpr int kPermuteThreads = 128;
+constexpr int kPieceBytes = 32 * 1024;  // of a token in shared memory at once, at most: several blocks a multiprocessor
+constexpr int kRowsInFlight = 8;        // rows whose vectors a thread requests together
+constexpr int kStagedRows = 256;        // rows of a token whose places are kept in shared memory
 
 // [first, last): the entries of a token in the row map.
 struct Entries {
@@ -59,19 +61,23 @@ struct ProbLanes {
 };
 
 // rows[row, :] = tokens[t, :] for every row of t; lanes[row] = probs[t, expert] where kWithProbs.
-// Unit: what one access moves; a row is `units` of them. grid: T.
-template <typename Unit, typename ProbUnit, bool kWithProbs>
-__global__ void __launch_bounds__(kBlockThreads)
+// A token passes through shared memory in pieces, from where kBulk has the copy engine write each row, and else a warp.
+// Unit: what one access moves; a row is `units` of them, a piece `piece_units` (dynamic shared memory). grid: T.
+template <typename Unit, typename ProbUnit, bool kWithProbs, bool kBulk>
+__global__ void __launch_bounds__(kPermuteThreads, 8)
     permute_rows_kernel(const int64_t* __restrict__ offsets, const int64_t* __restrict__ rows,
                         const int32_t* __restrict__ experts, int64_t num_experts, int64_t rows_a_token, int64_t units,
-                        const char* __restrict__ tokens, int64_t token_stride, char* __restrict__ permuted,
-                        int64_t permuted_stride, const ProbUnit* __restrict__ probs, ProbLanes lanes) {
+                        int piece_units, const char* __restrict__ tokens, int64_t token_stride,
+                        char* __restrict__ permuted, int64_t permuted_stride, const ProbUnit* __restrict__ probs,
+                        ProbLanes lanes) {
+  static_assert(!kBulk || sizeof(Unit) == kVectorBytes, "bulk stores move vectors");
+  extern __shared__ uint4 dynamic[];
+  Unit* piece = reinterpret_cast<Unit*>(dynamic);
   const int64_t token = blockIdx.x;
   const Entries entries = entries_of(offsets, token);
   const Entries guess = guessed_entries(token, rows_a_token);
-  int64_t row[kRowsInFlight];
-  load_rows(rows, guess.first, guess.last, row);
-  int64_t held = entries.first == guess.first && entries.last == guess.last ? guess.first : -1;  // whose rows `row` has
+  const int64_t guessed_row = threadIdx.x < guess.last - guess.first ? rows[guess.first + threadIdx.x] : 0;
+  const bool guessed = entries.first == guess.first && entries.last == guess.last;
   const Unit* source = reinterpret_cast<const Unit*>(tokens + token * token_stride);
 
   // The probability that this thread will write, requested before the rows are written.
@@ -87,25 +93,24 @@ __global__ void __launch_bounds__(kBlockThreads)
   };
   const ProbUnit own_unit = kWithProbs && int64_t{threadIdx.x} < lane_units ? prob_unit(threadIdx.x) : ProbUnit{0};
 
-  for (int64_t base = threadIdx.x; base < units; base += int64_t{blockDim.x} * kCopyVectors) {
-    Unit values[kCopyVectors];
-#pragma unroll
-    for (int v = 0; v < kCopyVectors; ++v) {
-      const int64_t index = base + int64_t{v} * blockDim.x;
-      if (index < units) values[v] = __ldcs(source + index);
-    }
-    for (int64_t entry = entries.first; entry < entries.last; entry += kRowsInFlight) {
-      if (entry != held) load_rows(rows, entry, entries.last, row);
-      held = entry;
-#pragma unroll
-      for (int r = 0; r < kRowsInFlight; ++r) {
-        if (row[r] < 0) break;
-        Unit* target = reinterpret_cast<Unit*>(permuted + row[r] * permuted_stride);
-#pragma unroll
-        for (int v = 0; v < kCopyVectors; ++v) {
-          const int64_t index = base + int64_t{v} * blockDim.x;
-          if (index < units) __stcs(target + index, values[v]);
-        }
+  for (int64_t base = 0; base < units && entries.first < entries.last; base += piece_units) {
+    const int count = static_cast<int>(min(int64_t{piece_units}, units - base));
+    if (base > 0) __syncthreads();  // the piece before has been read
+#pragma unroll 4
+    for (int i = threadIdx.x; i < count; i += blockDim.x) piece[i] = __ldcs(source + base + i);
+    if (kBulk) bulk_publish();
+    __syncthreads();
+    if constexpr (kBulk) {
+      for (int64_t entry = entries.first + threadIdx.x; entry < entries.last; entry += blockDim.x) {
+        const int64_t row = guessed && entry == entries.first + threadIdx.x ? guessed_row : rows[entry];
+        bulk_store(permuted + row * permuted_stride + base * kVectorBytes, piece, count * kVectorBytes);
+      }
+      bulk_wait();
+    } else {
+      for (int64_t entry = entries.first + threadIdx.x / kWarp; entry < entries.last; entry += blockDim.x / kWarp) {
+        Unit* target = reinterpret_cast<Unit*>(permuted + rows[entry] * permuted_stride) + base;
+#pragma unroll 4
+        for (int i = threadIdx.x % kWarp; i < count; i += kWarp) __stcs(target + i, piece[i]);
       }
     }
   }
@@ -306,28 +311,30 @@ void permute_rows(const RowMap& map, DType dtype, DType wire, int64_t hidden, Co
     return row_bytes % bytes == 0 && rows_aligned(tokens.data, tokens.stride_bytes, bytes) &&
            rows_aligned(permuted.data, permuted.stride_bytes, bytes);
   };
-  const auto launch = [&](auto unit, auto prob_unit, auto with_probs) {
+  const auto launch = [&](auto unit, auto prob_unit, auto with_probs, auto bulk) {
     using Unit = decltype(unit);
     using ProbUnit = decltype(prob_unit);
     const int64_t units = row_bytes / static_cast<int64_t>(sizeof(Unit));
+    const int piece_units = static_cast<int>(std::min<int64_t>(units, kPieceBytes / sizeof(Unit)));
+    const int threads = std::min(kPermuteThreads, row_threads(units, 1));
     const ProbLanes lanes{static_cast<char*>(permuted_probs.data), permuted_probs.stride_bytes,
                           static_cast<int>(prob_size / sizeof(ProbUnit)),
                           static_cast<int>(prob_lane_bytes / sizeof(ProbUnit))};
-    permute_rows_kernel<Unit, ProbUnit, with_probs>
-        <<<blocks, row_threads(units, kCopyVectors), 0, static_cast<cudaStream_t>(stream)>>>(
-            map.offsets, map.rows, map.experts, map.num_experts, rows_a_token(map), units,
+    permute_rows_kernel<Unit, ProbUnit, with_probs, bulk>
+        <<<blocks, threads, piece_units * sizeof(Unit), static_cast<cudaStream_t>(stream)>>>(
+            map.offsets, map.rows, map.experts, map.num_experts, rows_a_token(map), units, piece_units,
             static_cast<const char*>(tokens.data), tokens.stride_bytes, static_cast<char*>(permuted.data),
             permuted.stride_bytes, static_cast<const ProbUnit*>(probs), lanes);
     check(cudaGetLastError(), "permute_rows_kernel");
   };
   const auto launch_rows = [&](auto prob_unit, auto with_probs) {
     if (fits(kVectorBytes)) {
-      launch(UnitOf<kVectorBytes>::type{}, prob_unit, with_probs);
-    } else if (fits(4)) {
-      launch(UnitOf<4>::type{}, prob_unit, with_probs);
-    } else {
-      launch(UnitOf<2>::type{}, prob_unit, with_probs);
+      const UnitOf<kVectorBytes>::type vector{};
+      return has_bulk_stores() ? launch(vector, prob_unit, with_probs, std::true_type{})
+                               : launch(vector, prob_unit, with_probs, std::false_type{});
     }
+    return fits(4) ? launch(UnitOf<4>::type{}, prob_unit, with_probs, std::false_type{})
+                   : launch(UnitOf<2>::type{}, prob_unit, with_probs, std::false_type{});
   };
   if (probs == nullptr) {
     launch_rows(UnitOf<4>::type{}, std::false_type{});

@@ -96,6 +96,14 @@ def sum_packed_rows(
     return out
 
 
-def spread_rows(tokens: torch.Tensor, row_map: RowMap) -> torch.Tensor:
-    """Copies each token [T, H] to all of its rows [R, H]. Not differentiable."""
-    return _C.permute_rows(row_map.tensors, tokens, None)[0]
+def spread_rows(rows: torch.Tensor, row_map: RowMap, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Copies each row to all of its places in the map. Not differentiable.
+
+    Args:
+        rows: [T, W], contiguous, of any dtype; a row's beginning is copied where `out` is narrower.
+        out: where to write, [R, V], contiguous, of an even number of bytes a row. Default: a new tensor [R, W].
+    """
+    if out is None:
+        out = empty((row_map.num_rows, rows.size(1)), rows.dtype, rows.device)
+    _C.spread_rows(row_map.tensors, rows, out)
+    return out

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 
 from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.kernels.packed_rows import spread_rows
+from megatron_moe_opt.kernels.row_map import RowMap
 from megatron_moe_opt.row_format import WireFormat
 
 _C = load_extension()
@@ -46,9 +48,9 @@ def widen_rows(wire_rows: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> 
         _C.convert_rows(wire_rows, wire.value, out.size(1), None, WireFormat.SAME.value, out)
 
 
-def gather_rows(wire_rows: torch.Tensor, wire: WireFormat, sources: torch.Tensor, out: torch.Tensor) -> None:
-    """Does what `widen_rows` does, but out[r] is of wire_rows[sources[r]]; sources: int64 [R], inside the rows."""
+def gather_rows(wire_rows: torch.Tensor, wire: WireFormat, row_map: RowMap, out: torch.Tensor) -> None:
+    """Does what `widen_rows` does, but of rows [T, W] each to all of its places in the map: out [R, H]."""
     if wire.dtype_of(out.dtype) == out.dtype:
-        torch.index_select(wire_rows[:, : out.size(1)], 0, sources, out=out)
+        spread_rows(wire_rows, row_map, out)
     else:
-        _C.convert_rows(wire_rows, wire.value, out.size(1), sources, WireFormat.SAME.value, out)
+        _C.convert_rows(wire_rows, wire.value, out.size(1), row_map.sources, WireFormat.SAME.value, out)

@@ -15,7 +15,6 @@ from tests.emulator import plugin  # before torch
 import torch  # isort: skip
 
 from megatron_moe_opt import kernels  # isort: skip
-from tests import kernel_reference as reference  # isort: skip
 from megatron_moe_opt.kernels.extension import load_extension  # isort: skip
 from megatron_moe_opt.kernels.row_map import row_map_from_sources  # isort: skip
 from megatron_moe_opt.runtime.engine import steps  # isort: skip
@@ -90,7 +89,7 @@ def sources(draw: Draw) -> None:
 
 def permute(draw: Draw) -> None:
     routing = draw.routing(20)
-    hidden, dtype = draw.of((1, 2, 3, 8, 24, 67, 130, 256, 264, 2304)), draw.of(DTYPES)
+    hidden, dtype = draw.of((1, 2, 3, 8, 24, 67, 130, 256, 264, 8264)), draw.of(DTYPES)
     data, weights = draw.normal(len(routing), hidden, dtype=dtype), draw.normal(*routing.shape)
     padded = {}
     if draw.number(0, 3) == 0:
@@ -169,14 +168,6 @@ def sums(draw: Draw) -> None:
     same(results[1], results[0])
 
 
-def counts(draw: Draw) -> None:
-    samples, length, experts = draw.of((1, 3, 40)), draw.of((0, 1, 7, 33, 70, 1030)), draw.of((1, 5, 64, 300))
-    length = min(length, 3000 // (samples * experts) + 3) if samples > 1 or experts > 5 else length
-    chosen = torch.randint(0, experts, (samples * length, draw.of((1, 2, 5))), generator=draw.generator)
-    routing = torch.zeros(samples * length, experts, dtype=torch.bool).scatter_(1, chosen, True)
-    same(kernels.count_routing_map(routing.to(DEVICE), samples), reference.count_routing_map(routing, samples))
-
-
 def codec(draw: Draw) -> None:
     numel = draw.of((1, 5, 100, 1024, 1030, 4097, 16_384, 17_000, 65_536 + 72))
     kept = draw.of((0, 1, numel // 50, numel // 3, numel - numel // 9, numel))
@@ -195,7 +186,7 @@ def second_round(draw: Draw) -> None:
 
 
 # Often enough each; the codec's cases are larger.
-CASES = [row_map, sources, packed, chunks, sums, counts] * 6 + [permute, wire] * 3 + [codec]
+CASES = [row_map, sources, packed, chunks, sums] * 7 + [permute, wire] * 3 + [codec]
 
 
 def run(seed: int, only: list[str] | None = None) -> str:
@@ -203,7 +194,8 @@ def run(seed: int, only: list[str] | None = None) -> str:
     choices = [case for case in (*CASES, second_round) if case.__name__ in only] if only else CASES
     case = choices[seed % len(choices)]
     plugin.switches.emulator_seed(ctypes.c_uint64(seed))
-    plugin.switches.emulator_set_multiprocessors((132, 1, 20)[(seed + seed // len(choices)) % 3])
+    turn = seed + seed // len(choices)
+    plugin.switches.emulator_set_device((132, 1, 20)[turn % 3], (9, 8)[turn // 3 % 2])
     case(Draw(seed))
     return case.__name__
 

@@ -73,6 +73,7 @@ def ops() -> dict[str, Callable[[], object]]:
         "build_padded_row_map": lambda: extension.build_padded_row_map(routed, 9),
         "build_row_map_from_sources": lambda: extension.build_row_map_from_sources(row_map.sources, num_tokens, 1),
         "permute_rows": lambda: extension.permute_rows(row_map.tensors, tokens, probs),
+        "spread_rows": lambda: extension.spread_rows(row_map.tensors, tokens, rows),
         "permute_packed": lambda: extension.permute_packed(row_map.tensors, tokens, probs, "same"),
         "permute_packed in fp8": lambda: extension.permute_packed(row_map.tensors, tokens, probs, "fp8"),
         "unpermute_rows": lambda: extension.unpermute_rows(row_map.tensors, rows, hidden, probs),
@@ -88,7 +89,6 @@ def ops() -> dict[str, Callable[[], object]]:
         "sum_parts of float64": extension.sum_parts([rows, rows], out, 0, hidden // 2, torch.float64).run,
         "sr_encode": lambda: extension.sr_encode(expert, shared, kept),
         "sr_decode": lambda: extension.sr_decode(values, indices, shared, None),
-        "count_routing_map": lambda: extension.count_routing_map(routed, 2),
     }
 
 
@@ -116,7 +116,8 @@ class RowSectors(NamedTuple):
 
 
 def row_sectors(hidden: int, lane_bytes: int) -> RowSectors:
-    """Counts of rows of `hidden` bfloat16 elements with a lane of 16 or 32 bytes.
+    """Counts of rows of `hidden` bfloat16 elements with a lane of 16 or 32 bytes, on a device without bulk stores: what
+    the copy engine asks for, nobody sees.
 
     permute_packed writes lanes of 16 bytes. Rows with one of 32 begin at a sector, as rows without a lane do: they are
     counted as these, and the lane as one sector more, which one block writes whole.
@@ -126,11 +127,13 @@ def row_sectors(hidden: int, lane_bytes: int) -> RowSectors:
     tokens = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16).to(DEVICE)
     probs = torch.zeros(num_tokens, num_experts).to(DEVICE)
     packed = torch.zeros(row_map.num_rows, hidden + lane_bytes // 2, dtype=torch.bfloat16).to(DEVICE)
+    plugin.switches.emulator_set_device(132, 8)
     (back,), _ = counted(lambda: extension.unpermute_rows(row_map.tensors, packed, hidden, None))
     if lane_bytes == 16:
         (there,), _ = counted(lambda: extension.permute_packed(row_map.tensors, tokens, probs, "same"))
     else:
         (there,), _ = counted(lambda: extension.permute_rows(row_map.tensors, tokens, None))
+    plugin.switches.emulator_set_device(132, 9)
     rows, lane = row_map.num_rows, int(lane_bytes == 32)
     return RowSectors(
         there.asked_written / rows + lane,

@@ -30,9 +30,22 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     # permute.cu
     (
         "permute.cu",
-        "if (index < units) values[v] = __ldcs(source + index);",
-        "values[v] = __ldcs(source + index);",
+        "min(int64_t{piece_units}, units - base)",
+        "piece_units",
         ("permute",),
+    ),
+    ("permute.cu", "    if (base > 0) __syncthreads();  // the piece before has been read\n", "", ("permute",)),
+    (
+        "permute.cu",
+        "if (kBulk) bulk_publish();\n    __syncthreads();",
+        "if (kBulk) bulk_publish();",
+        ("permute",),
+    ),
+    (
+        "permute.cu",
+        "guessed && entry == entries.first + threadIdx.x ? guessed_row : rows[entry]",
+        "entry == entries.first + threadIdx.x ? guessed_row : rows[entry]",
+        ("permute", "packed"),
     ),
     ("permute.cu", "unit < lanes.prob_units ? probs[prob + unit] : ProbUnit{0}", "probs[prob + unit]", ("packed",)),
     (
@@ -45,8 +58,8 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("permute.cu", "if (token >= num_tokens) return;", "", ("permute", "packed")),
     (
         "permute.cu",
-        "const bool guessed = entries.first == guess.first && entries.last == guess.last;",
-        "const bool guessed = true;",
+        "guess.last);\n  const bool guessed = entries.first == guess.first && entries.last == guess.last;",
+        "guess.last);\n  const bool guessed = true;",
         ("permute",),
     ),
     ("permute.cu", "if (held >= guess.last) held = -1;", "", ("packed",)),
@@ -76,9 +89,6 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("wire_format.cuh", "if (piece * kPiece >= side.hidden) return;", "", ("wire",)),
     ("wire_format.cu", "if (entry + r >= last) continue;", "", ("wire",)),
     ("sum_parts.cu", "    __syncthreads();  // where", "    // where", ("wire",)),
-    # count_tokens.cu
-    ("count_tokens.cu", "if (expert >= num_experts) return;", "", ("counts",)),
-    ("count_tokens.cu", "min(kTokensPerBlock, tokens_per_sample - first)", "kTokensPerBlock", ("counts",)),
     # residual_codec.cu
     ("residual_codec.cu", "    above += sum_above.total;\n", "", ("second_round",)),
     (

@@ -29,11 +29,3 @@ def test_equals_the_reference(device, size, routing):
     routing_map = torch.zeros(samples * length, experts, dtype=torch.bool).scatter_(1, chosen, True)
     expected = reference.count_routing_map(routing_map, samples)
     assert torch.equal(count_routing_map(routing_map.to(device), samples).cpu(), expected)
-
-
-def test_more_samples_than_a_grid_holds(device):
-    """Blocks of the third dimension, at most 65,535, go on to further samples."""
-    samples = 65_535 + 70
-    chosen = torch.randint(3, (samples,), generator=torch.Generator().manual_seed(1))
-    expected = torch.nn.functional.one_hot(chosen, 3)
-    assert torch.equal(count_routing_map(expected.bool().to(device), samples).cpu(), expected)

@@ -182,6 +182,13 @@ def _sum_rows(draw: Draw) -> list[Any]:
     return [row_map, _wire_rows(draw, rows, hidden, wire), hidden, wire, out_wire, out]
 
 
+def _spread_rows(draw: Draw) -> list[Any]:
+    row_map, tokens, _, rows = draw.row_map()
+    width, dtype = draw.size(0, 70), draw.choice((*FLOATS, torch.uint8))
+    given = draw.numbers(tokens, width, dtype=dtype)
+    return [row_map, given, torch.zeros(rows, max(0, width - draw.choice((0, 0, 2, -1))), dtype=dtype)]
+
+
 def _copy_chunks(draw: Draw) -> list[Any]:
     rows = draw.size()
     return [draw.numbers(rows, draw.size(), dtype=draw.choice((*FLOATS, torch.complex64))), draw.chunks(rows)]
@@ -316,6 +323,7 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
         draw.below(tokens := draw.size(), draw.size()), tokens, draw.choice((0, draw.size(1))),
     ],
     "permute_rows": lambda draw: _permute(draw) if draw.chance(0.7) else [*_permute(draw)[:2], None],
+    "spread_rows": _spread_rows,
     "permute_packed": lambda draw: [*_permute(draw), draw.choice(WIRES)],
     "unpermute_rows": _unpermute,
     "sum_rows": _sum_rows,

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt import kernels
-from megatron_moe_opt.kernels import LANE_BYTES, ChunkList, WireFormat
+from megatron_moe_opt.kernels import LANE_BYTES, ChunkList, WireFormat, row_map_from_sources
 from megatron_moe_opt.runtime.engine import steps
 from tests import kernel_reference as reference
 from tests.unit.permute_cases import DTYPES, equal_bits, random_map
@@ -144,7 +144,7 @@ def test_rows_are_gathered_and_reordered(rows, wire, seed):
     packed[:, : narrow.size(1)] = narrow
     for _ in each_cpu_kernel():
         out = torch.empty(len(sources), hidden, dtype=rows.dtype)
-        kernels.gather_rows(packed, wire, sources, out)
+        kernels.gather_rows(packed, wire, row_map_from_sources(sources, len(rows)), out)
         assert_same_rows(out, wide[sources])
         out = torch.empty_like(rows)
         steps.run_now(steps.convert_rows(packed, wire, out, WireFormat.SAME, hidden, chunks))
@@ -223,6 +223,6 @@ def test_refusals():
     with pytest.raises(ValueError, match="target of shape .* is not contiguous"):
         kernels.narrow_rows(rows, WireFormat.FP8, torch.zeros(80, 4, dtype=torch.uint8).T)
     with pytest.raises(ValueError, match=r"a source is outside \[0, 4\)"):
-        kernels.gather_rows(uint8, WireFormat.FP8, torch.tensor([4]), torch.zeros(1, 64))
+        kernels.gather_rows(uint8, WireFormat.FP8, row_map_from_sources(torch.tensor([4]), 5), torch.zeros(1, 64))
     with pytest.raises(ValueError, match="source is Double"):
         kernels.narrow_rows(rows.double(), WireFormat.FP8, uint8)

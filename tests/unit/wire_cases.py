@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_moe_opt import kernels
-from megatron_moe_opt.kernels import LANE_BYTES, ChunkList, WireFormat
+from megatron_moe_opt.kernels import LANE_BYTES, ChunkList, WireFormat, row_map_from_sources
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.engine import steps
 from tests.unit.permute_cases import CPU_KERNELS
@@ -74,7 +74,7 @@ def results_on(
     kernels.widen_rows(made["narrow"], wire, made["wide"])
     sources = torch.arange(len(rows) // 2).flip(0).to(place) * 2
     made["gathered"] = torch.zeros(len(sources), hidden, dtype=rows.dtype).to(place)
-    kernels.gather_rows(made["narrow"], wire, sources, made["gathered"])
+    kernels.gather_rows(made["narrow"], wire, row_map_from_sources(sources, len(rows)), made["gathered"])
     third = len(rows) // 3
     chunks = ChunkList.from_counts([third, 0, third, len(rows) - 2 * third], [3, 0, 2, 1], place)
     made["reordered"], made["returned"] = torch.zeros_like(tokens), wire_rows(tokens, wire, fill=3)

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.kernels import RowMap, build_row_map
+from megatron_moe_opt.kernels import RowMap, build_row_map, spread_rows
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopPlan
@@ -177,7 +177,7 @@ class Hops:
                 domains = self.tables.next_domain[level][self.facts.outbound().experts(rows)]
                 number = len(plan.hops[level].sent)
                 self.copies[level] = build_row_map(present(domains, number), num_out_tokens=arrived.size(0))
-            torch.index_select(rows, 0, self.copies[level].sources, out=arrived)
+            spread_rows(rows, self.copies[level], arrived)
 
         return steps.call(copy)
 
@@ -188,7 +188,7 @@ class Hops:
         def select() -> None:
             if self.held is None:
                 self._find_held(layout.experts(rows), here.plan)
-            layout.select(rows, self.held.sources, here.tokens)
+            layout.spread(rows, self.held, here.tokens)
             if here.probs is not None:
                 torch.index_select(layout.probs(rows).view(-1), 0, self.pairs, out=here.probs)
 

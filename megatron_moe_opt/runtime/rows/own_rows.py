@@ -56,10 +56,7 @@ class PermutedRows(Source):
     def spread(self, grad_TH: torch.Tensor) -> torch.Tensor:
         """Does what Source.spread says."""
         layout = RowLayout(self.payload, self.payload.wire.dispatch, None)
-        narrow = layout.narrow(grad_TH)
-        if layout.wire.block is None:
-            return spread_rows(narrow, self.row_map)
-        return spread_rows(narrow.view(torch.float32), self.row_map).view(narrow.dtype)
+        return spread_rows(layout.narrow(grad_TH), self.row_map)
 
     def _homebound(self, prob_dtype: torch.dtype | None) -> RowLayout:
         return RowLayout(self.payload, self.payload.wire.combine, prob_dtype)

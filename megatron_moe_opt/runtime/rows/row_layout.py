@@ -107,9 +107,9 @@ class Layout:
         widen_rows(rows, self.wire, tokens)
         return tokens
 
-    def select(self, rows: torch.Tensor, sources: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Copies the tokens of rows[sources] to tokens [N, H], in the rows' dtype."""
-        gather_rows(rows, self.wire, sources, tokens)
+    def spread(self, rows: torch.Tensor, row_map: RowMap, tokens: torch.Tensor) -> None:
+        """Copies the token of each row to all of its places in the map, tokens [R, H], in the tokens' dtype."""
+        gather_rows(rows, self.wire, row_map, tokens)
 
     def sum_rows(self, rows: torch.Tensor, row_map: RowMap, written: torch.Tensor, target: Layout) -> None:
         """Sums these rows by a map to the payload of `written`, of the layout `target`: in

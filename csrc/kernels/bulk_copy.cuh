@@ -1,0 +1,48 @@
+// Bulk stores of sm_90 and newer: one thread has the copy engine write what lies in shared memory to global memory, as
+// many bytes as it likes, and the engine takes care of whole lines; the threads issue nothing else. (PTX ISA,
+// cp.async.bulk.)
+//
+//   every thread writes its part of the shared memory;  bulk_publish();  __syncthreads();
+//   some threads: bulk_store(...) any number of times, then bulk_wait()
+#pragma once
+
+#include "cuda_common.cuh"
+
+namespace moe_opt {
+namespace cuda {
+
+// Whether the current device has them.
+inline bool has_bulk_stores() {
+  int device = 0, major = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
+  return major >= 9;
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// Shows what this thread has written to shared memory to the copy engine.
+__device__ __forceinline__ void bulk_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Addresses and bytes are multiples of 16.
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "r"(bytes)
+               : "memory");
+}
+// Waits until the stores of this thread have read shared memory; they have arrived when the kernel ends.
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+#else
+// What they do, for compilers of other devices, on which no kernel calls them.
+__device__ __forceinline__ void bulk_publish() {}
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, unsigned bytes) {
+  for (unsigned unit = 0; unit < bytes / sizeof(uint4); ++unit) {
+    static_cast<uint4*>(global)[unit] = static_cast<const uint4*>(shared)[unit];
+  }
+}
+__device__ __forceinline__ void bulk_wait() {}
+#endif
+
+}  // namespace cuda
+}  // namespace moe_opt
