@@ -38,7 +38,7 @@ def test_saves_what_the_paper_says(ranks):
     assert all(result == results[0] for result in results)
     rows = {row.strategy: row for row in results[0]}
     row_bytes = TOKENS * HIDDEN * 4
-    another = rows["S2"].use.host / PARTITIONS  # T_M of a partition, which eq. 5 has once
+    another = FFN // HIDDEN * row_bytes / PARTITIONS  # T_M of a partition, which eq. 5 has once
     block = 512 if on_gpus() else 0  # bytes to which a GPU's allocator rounds
     for strategy in ("S1", "S2", "S3", "S4"):
         row = rows[strategy]
@@ -47,10 +47,11 @@ def test_saves_what_the_paper_says(ranks):
         assert row.use.held < 0.25 * row.without.held  # the output, and under S2 and S4 the packed rows
     for offloads, recomputes in ("S1", "S3"), ("S2", "S4"):
         assert another - block <= rows[offloads].use.peak - rows[recomputes].use.peak <= 1.25 * another
+    rounded = 2 if on_gpus() else 1  # PyTorch rounds pinned memory up to powers of two
     # T_DI, and T_M: the activation function's input.
     for strategy, copies in ("none", 0), ("S1", 1 + FFN // HIDDEN), ("S2", FFN // HIDDEN), ("S3", 1), ("S4", 0):
         host = rows[strategy].use.host
-        assert copies * row_bytes <= host <= 1.1 * copies * row_bytes, strategy  # the fullest rank has a little more
+        assert copies * row_bytes <= host <= 1.1 * rounded * copies * row_bytes, strategy  # the fullest rank's
 
 
 def test_table():

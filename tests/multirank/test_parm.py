@@ -23,7 +23,7 @@ from tests.multirank.test_dispatchers import (
     compare,
     marked,
 )
-from tests.ranks.devices import difference
+from tests.ranks.devices import CONTRACT, difference, on_gpus
 from tests.ranks.layers import BATCH, SEQUENCE, route_to
 from tests.ranks.pool import RankFailure
 
@@ -185,7 +185,7 @@ def test_replicated_tokens_give_what_sequence_parallelism_gives(ranks, layout, s
     for dispatcher in ("parm", "monta") if by_monta else ("parm",):
         arguments = {"layout": layout, "settings": settings, "routing": routing}
         for errors in ranks.run(compare_replicated, dispatcher=dispatcher, **arguments):
-            assert not any(errors.values()), errors
+            assert max(errors.values()) <= CONTRACT * on_gpus(), errors
 
 
 S2 = Options(parm_schedule="S2")
