@@ -30,6 +30,12 @@ SECONDS = {
 """The time that ops of a kind take, against a collective's 1: the first guess."""
 _INSIDE_NODES, _COPIES, _EXPERTS, _HOST_COPIES = (0.25, 1.0), (0.02, 0.3), (0.25, 5.0), (0.25, 2.0)
 """The times, against those of a collective between nodes, that the other guesses have: little and much of each."""
+EXPERT_KERNELS = 4
+"""The kernels that experts of one partition are taken for. Each waits for the one before it, and holds up what is
+issued behind it: that can begin when the last of them does.
+"""
+_HELD = dict.fromkeys((Kind.COMPUTE, Kind.GRADIENT), 1 - 1 / EXPERT_KERNELS)
+"""The part of an op's time for which it holds up what is issued behind it; 0 where it is one kernel."""
 _FIRST_COUNTS = 1.2
 """How much worse the other guesses may come out than the first."""
 _SQUARINGS = 5
@@ -55,13 +61,15 @@ def _order(ops: tuple[_Shape, ...]) -> tuple[int, ...]:
     """Returns the order that takes, one after another, the op after which the whole would end soonest, by the guess
     that it suits least above all.
 
-    Nothing begins before what was issued before it. So once an op is issued, the next ops of all lanes begin no sooner
-    than it does, and the whole ends no sooner than what comes after each of them takes. What is computed is rounded
-    alike on every machine (products, quotients, exact sums), so that all ranks come to the same order.
+    Nothing begins before what was issued before it, nor before the last kernel of that. So once an op is issued, the
+    next ops of all lanes begin no sooner, and the whole ends no sooner than what comes after each takes. What is
+    computed is rounded alike on every machine (products, quotients, exact sums), so that all ranks come to the same
+    order.
     """
     if not ops:
         return ()
     seconds = np.array([_guesses(lane, kind) for lane, kind, _ in ops])
+    held = seconds * np.array([[_HELD.get(kind, 0.0)] for _, kind, _ in ops])
     starts, left = _on_many_queues(ops, seconds)
     whole = (starts + left).max(axis=0)
     weights = np.ones(len(whole))
@@ -76,10 +84,12 @@ def _order(ops: tuple[_Shape, ...]) -> tuple[int, ...]:
         for index in following:
             for other in ops[index][2]:
                 starts[index] = np.maximum(starts[index], starts[other] + seconds[other])
-        begun = starts[order[-1]] if order else np.zeros_like(whole)
+        begun = starts[order[-1]] + held[order[-1]] if order else np.zeros_like(whole)
 
         def regret(index: int, begun: _Times = begun, following: Sequence[int] = following) -> tuple[float, float]:
-            ends = np.maximum(np.maximum(begun, starts[index]), starts[following]) + left[following]
+            begins = np.maximum(begun, starts[index])
+            ends = np.maximum(begins + held[index], starts[following]) + left[following]
+            ends[following.index(index)] = begins + left[index]
             longer = weights * (ends.max(axis=0) / whole)
             for _ in range(_SQUARINGS):
                 longer = longer * longer

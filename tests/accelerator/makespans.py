@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from megatron_moe_opt.schedules.issue_order import SECONDS, _guesses
+from megatron_moe_opt.schedules.issue_order import EXPERT_KERNELS, SECONDS, _guesses
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from tests.accelerator.all_schedules import COUNTS, all_schedules
 from tests.accelerator.executor_library import SoftwareExecutor, Work, build
@@ -25,6 +25,11 @@ LANES = tuple(lane for lane in Lane if lane is not Lane.EXPERTS)
 def nominal(op: Op) -> float:
     """Returns what `issue_order` takes an op for: a collective 1, a copy 0.1, experts 2."""
     return SECONDS.get(op.kind, 1.0)
+
+
+def kernels(op: Op) -> int:
+    """Returns the kernels of an op, one behind the other on its stream."""
+    return EXPERT_KERNELS if op.kind in (Kind.COMPUTE, Kind.GRADIENT) else 1
 
 
 def caller_lane(schedule: Schedule) -> int:
@@ -61,7 +66,7 @@ def _played(
         (
             LANES.index(op.lane),
             op.waits_for,
-            [lambda op=op: Work(seconds=cost(op), group=op.group, label=op.lane.value)],
+            [lambda op=op: Work(seconds=cost(op) / kernels(op), group=op.group, label=op.lane.value)] * kernels(op),
         )
         for op in schedule.ops
     ]
