@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
+from megatron_moe_opt.runtime.job.gpu_of_rank import SHARED
 from tools.gpu_page import Result, page
 from tools.test_matrix import QUICK
 
@@ -188,6 +189,8 @@ def main() -> int:
         return 2
     folder = ROOT / "runs" / "gpu_node"
     ranks = Ranks(gpus if gpus > 1 else SHARING, int(os.environ.get("SLURM_NNODES", "1")))
+    if ranks.gpus > gpus:
+        os.environ[SHARED] = "1"  # for what the steps start
     if args.plan:
         print(plan(steps(ranks, ("deepep",), folder)))
         return 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_moe_opt.runtime.job.gpu_of_rank import take_gpu
+from megatron_moe_opt.runtime.job.gpu_of_rank import SHARED, take_gpu
 from tests.ranks.pool import EMULATOR, GPUS
 
 CONTRACT = 1e-6
@@ -53,6 +53,8 @@ def use_gpu() -> None:
         from tests.emulator.ranks import use_emulated_gpu
 
         use_emulated_gpu()
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        os.environ[SHARED] = "1"
     take_gpu()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     # Repeated runs have the same bits. What cannot is said, and stays within the contract.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_moe_opt.runtime.job.gpu_of_rank import take_gpu
+from megatron_moe_opt.runtime.job.gpu_of_rank import SHARED, take_gpu
 from tests import conftest
 
 
@@ -19,13 +19,19 @@ def test_the_option_is_refused_without_gpus(monkeypatch):
         conftest.pytest_configure(config)
 
 
-@pytest.mark.parametrize(("gpus", "local_rank", "device", "host"), [(8, 3, 3, False), (2, 3, 1, True), (1, 3, 0, True)])
-def test_ranks_share_gpus_where_there_are_fewer_each_a_host_to_nccl(monkeypatch, gpus, local_rank, device, host):
+@pytest.mark.parametrize(
+    ("gpus", "local_rank", "device", "host"), [(8, 3, 3, "0"), (2, 3, 1, "1"), (1, 3, 0, "3"), (1, 3, 0, None)]
+)
+def test_ranks_go_round_gpus_and_each_round_is_a_host_to_nccl(monkeypatch, gpus, local_rank, device, host):
+    """None: they do not share; a rank that sees one GPU alone, of many, takes it and stays on its host."""
     taken = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    for name, value in {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 4, "NCCL_HOSTID": ""}.items():
-        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    for name in (SHARED, "NCCL_HOSTID"):
+        monkeypatch.setenv(name, "")
+        if host is None:
+            monkeypatch.delenv(name)
     assert take_gpu() == torch.device("cuda", device) and taken == [torch.device("cuda", device)]
-    assert os.environ["NCCL_HOSTID"].endswith(f"-{local_rank}" if host else "")
-    assert bool(os.environ["NCCL_HOSTID"]) is host
+    found = os.environ.get("NCCL_HOSTID")
+    assert found is None if host is None else found.endswith(f"-{host}")
