@@ -20,18 +20,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from megatron_moe_opt.runtime.job.gpu_of_rank import SHARED
+from megatron_moe_opt.planning.costs.gpu_settings import SHARED
 from tools.gpu_page import Result, page
 from tools.test_matrix import QUICK
 
 ROOT = Path(__file__).resolve().parents[1]
 QUEUES = (32, 1)
-SHARING = 4
-"""The ranks that share the GPU of a node that has one."""
+SHARING, OF_SHARED = 4, (12, 1)
+"""The ranks that share the GPU of a node that has one, and the queues that each of them can have there."""
+PATIENCE = 3
+"""The times as long that a step may take there: without NVIDIA's multi-process service ranks take turns."""
 OURS = ("monta", "monta:O3x4", "mpmoe:2", "expert-migration")
 COMMAND = ("-m", "megatron_moe_opt.cli.main")
 CROSS_SECTION = (
@@ -70,6 +72,13 @@ class Ranks:
     gpus: int
     """Ranks of a node: as many as it has GPUs, or SHARING on a single one."""
     nodes: int = 1
+    sharing: bool = False
+    """Whether they share the GPU of one node."""
+
+    @property
+    def queues(self) -> tuple[int, int]:
+        """Returns the values of CUDA_DEVICE_MAX_CONNECTIONS that are compared."""
+        return OF_SHARED if self.sharing else QUEUES
 
     def __call__(self, *command: str, before: Sequence[str] = ()) -> tuple[str, ...]:
         """Returns the command that starts the ranks of `python COMMAND`; `before`: a program that watches
@@ -98,7 +107,7 @@ def steps(ranks: Ranks, flex: Sequence[str], folder: Path) -> list[Step]:
     small = (*COMMAND, "bench", "--dispatchers", watched, *SMALL, *experts)
     tests = (sys.executable, "-m", "pytest", *CROSS_SECTION, "--gpus", "-q", "-rs", "--tb=short")
     found = [Step("cross-section of the tests of several ranks, NCCL", ranks.alone(*tests), 240)]
-    for number in QUEUES:
+    for number in ranks.queues:
         queues = {"CUDA_DEVICE_MAX_CONNECTIONS": str(number)}
         memory = ("-m", "tools.with_memory", f"{folder}/memory-{number}.txt")
         layer = (*memory, "bench", "--dispatchers", dispatchers, *sizes, *experts)
@@ -125,7 +134,7 @@ def steps(ranks: Ranks, flex: Sequence[str], folder: Path) -> list[Step]:
     trace = ("nsys", "profile", "--trace=cuda,nvtx", "--force-overwrite=true", f"--output={folder}/trace-%h-%p")
     with_ranges = ("-m", "tools.with_nvtx", *small[len(COMMAND) :])
     found.append(Step("trace of nsys", ranks(*with_ranges, before=trace), 60, needs=trace[0]))
-    return found
+    return [replace(step, limit_s=PATIENCE * step.limit_s) for step in found] if ranks.sharing else found
 
 
 def run(step: Step, log: Path) -> Result:
@@ -184,12 +193,16 @@ def main() -> int:
     import torch
 
     gpus = args.gpus or (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    nodes = int(os.environ.get("SLURM_NNODES", "1"))
     if not gpus or (not args.plan and not torch.cuda.is_available()):
         print("gpu_node.py: error: no GPU here; --plan --gpus 8 shows the steps", file=sys.stderr)
         return 2
+    if gpus == 1 and nodes > 1:
+        print(f"gpu_node.py: error: {nodes} nodes of one GPU: use nodes of 2 to 8, or one node", file=sys.stderr)
+        return 2
     folder = ROOT / "runs" / "gpu_node"
-    ranks = Ranks(gpus if gpus > 1 else SHARING, int(os.environ.get("SLURM_NNODES", "1")))
-    if ranks.gpus > gpus:
+    ranks = Ranks(gpus, nodes) if gpus > 1 else Ranks(SHARING, sharing=True)
+    if ranks.sharing:
         os.environ[SHARED] = "1"  # for what the steps start
     if args.plan:
         print(plan(steps(ranks, ("deepep",), folder)))
@@ -209,9 +222,9 @@ def main() -> int:
         results.append(run(step, folder / f"step-{number}.log"))
         print(f"   {results[-1].said}", flush=True)
     day = f"{datetime.now(timezone.utc):%Y-%m-%d}"
-    sharing = f", shared by {ranks.gpus} ranks" if ranks.gpus > gpus else ""
+    sharing = f", shared by {ranks.gpus} ranks" if ranks.sharing else ""
     title = f"{ranks.nodes} node(s) of {gpus} x {torch.cuda.get_device_name()}{sharing}, {day}"
-    written = page(title, _facts(), results, folder, QUEUES, not_installed, ALL_TESTS)
+    written = page(title, _facts(), results, folder, ranks.queues, not_installed, ALL_TESTS)
     targets = [folder / "page.md"] + [ROOT / "docs" / "benchmarks" / f"gpu-node-{day}.md"] * args.record
     for target in targets:
         target.write_text(written)

@@ -56,7 +56,8 @@ std::tuple<Tensor, OptionalTensor> permute_rows(const RowMapTensors& row_map, co
   return {permuted, permuted_probs};
 }
 
-// out [R, V] from rows [T, >= V]: each row in all of its places, whatever its elements are.
+// out [R, V] from rows [T, >= V]: each row in all of its places, whatever its elements are, two bytes at a time or
+// more.
 void spread_rows(const RowMapTensors& row_map, const Input<"rows">& rows, const Buffer<"out">& out) {
   const at::Device device = rows.device();
   const RowMap map = view(row_map, device);
@@ -66,9 +67,15 @@ void spread_rows(const RowMapTensors& row_map, const Input<"rows">& rows, const 
         " rows and an out of ", out.size(0), ", but the row map has ", map.num_tokens, " tokens and ", map.num_rows,
         " rows");
   const int64_t row_bytes = out.size(1) * out.element_size();
-  check(out.scalar_type() == rows.scalar_type() && out.size(1) <= rows.size(1) && row_bytes % 2 == 0,
-        "spread_rows: out of shape ", out.sizes(), " and dtype ", out.scalar_type(), " cannot hold the beginnings of ",
-        "rows of shape ", rows.sizes(), " and dtype ", rows.scalar_type(), ", an even number of bytes each");
+  check(out.scalar_type() == rows.scalar_type() && out.size(1) <= rows.size(1), "spread_rows: out of shape ",
+        out.sizes(), " and dtype ", out.scalar_type(), " cannot hold the beginnings of ", "rows of shape ",
+        rows.sizes(), " and dtype ", rows.scalar_type());
+  const auto is_even = [](const Tensor& tensor) {
+    return tensor.size(1) * tensor.element_size() % 2 == 0 &&
+           reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 2 == 0;
+  };
+  check(is_even(rows) && is_even(out), "spread_rows: rows of shape ", rows.sizes(), " and out of shape ", out.sizes(),
+        " must begin at even addresses");
   check(!overlap(rows, out), "spread_rows: rows and out share memory");
   constexpr DType kTwoBytes = DType::kFloat16;
   MOE_OPT_IF_CUDA(rows, cuda::permute_rows(map, kTwoBytes, kTwoBytes, row_bytes / 2, const_rows(rows),

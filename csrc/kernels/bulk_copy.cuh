@@ -1,9 +1,8 @@
-// Bulk stores of sm_90 and newer: one thread has the copy engine write what lies in shared memory to global memory, as
-// many bytes as it likes, and the engine takes care of whole lines; the threads issue nothing else. (PTX ISA,
-// cp.async.bulk.)
+// Bulk stores of sm_90 and newer: at one instruction of a thread the TMA unit writes a stretch of shared memory to
+// global memory, and takes care of whole lines. (PTX ISA, cp.async.bulk.)
 //
 //   every thread writes its part of the shared memory;  bulk_publish();  __syncthreads();
-//   some threads: bulk_store(...) any number of times, then bulk_wait()
+//   some threads: bulk_store(...) any number of times; then all: bulk_wait()
 #pragma once
 
 #include "cuda_common.cuh"
@@ -11,16 +10,14 @@
 namespace moe_opt {
 namespace cuda {
 
-// Whether the current device has them.
-inline bool has_bulk_stores() {
-  int device = 0, major = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
-  return major >= 9;
-}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kBulkStores = false;
+#else
+constexpr bool kBulkStores = true;
+#endif
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// Shows what this thread has written to shared memory to the copy engine.
+// Shows what this thread has written to shared memory to the TMA unit.
 __device__ __forceinline__ void bulk_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Addresses and bytes are multiples of 16.
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, unsigned bytes) {
@@ -34,7 +31,7 @@ __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 #else
-// What they do, for compilers of other devices, on which no kernel calls them.
+// What they do, for the emulator of the tests; on older devices no kernel calls them.
 __device__ __forceinline__ void bulk_publish() {}
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, unsigned bytes) {
   for (unsigned unit = 0; unit < bytes / sizeof(uint4); ++unit) {

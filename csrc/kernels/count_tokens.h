@@ -1,7 +1,7 @@
 // num[i, e]: how many tokens of sample i are routed to expert e. What the placement of samples is decided on.
 //
 // Shapes: I samples of L tokens, E experts. Token l of sample i is row l * I + i of the routing map, as Megatron-Core
-// lays tokens out. routing_map: [I * L, E] bytes, nonzero = routed. On a GPU PyTorch's sum is as fast as memory.
+// lays tokens out. routing_map: [I * L, E] bytes, nonzero = routed. GPUs use PyTorch's sum.
 #pragma once
 
 #include <cstdint>

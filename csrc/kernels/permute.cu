@@ -61,22 +61,29 @@ struct ProbLanes {
 };
 
 // rows[row, :] = tokens[t, :] for every row of t; lanes[row] = probs[t, expert] where kWithProbs.
-// A token passes through shared memory in pieces, from where kBulk has the copy engine write each row, and else a warp.
+// A token passes through shared memory in pieces. From there each row is written by a bulk store of a thread, where the
+// device has those and a row is vectors, and else by a warp, or by several where a block has more warps than rows.
 // Unit: what one access moves; a row is `units` of them, a piece `piece_units` (dynamic shared memory). grid: T.
-template <typename Unit, typename ProbUnit, bool kWithProbs, bool kBulk>
+template <typename Unit, typename ProbUnit, bool kWithProbs>
 __global__ void __launch_bounds__(kPermuteThreads, 8)
     permute_rows_kernel(const int64_t* __restrict__ offsets, const int64_t* __restrict__ rows,
                         const int32_t* __restrict__ experts, int64_t num_experts, int64_t rows_a_token, int64_t units,
                         int piece_units, const char* __restrict__ tokens, int64_t token_stride,
                         char* __restrict__ permuted, int64_t permuted_stride, const ProbUnit* __restrict__ probs,
                         ProbLanes lanes) {
-  static_assert(!kBulk || sizeof(Unit) == kVectorBytes, "bulk stores move vectors");
+  constexpr bool kBulk = kBulkStores && sizeof(Unit) == kVectorBytes;
   extern __shared__ uint4 dynamic[];
   Unit* piece = reinterpret_cast<Unit*>(dynamic);
   const int64_t token = blockIdx.x;
   const Entries entries = entries_of(offsets, token);
   const Entries guess = guessed_entries(token, rows_a_token);
-  const int64_t guessed_row = threadIdx.x < guess.last - guess.first ? rows[guess.first + threadIdx.x] : 0;
+  // A row is written by `row_writers` threads; this thread's rows are those of the entries `writer`, + `writers`, ...
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  const int warps_a_row = 0 < rows_a_token && rows_a_token < warps ? warps / static_cast<int>(rows_a_token) : 1;
+  const int row_writers = kBulk ? 1 : warps_a_row * kWarp;
+  const int writers = static_cast<int>(blockDim.x) / row_writers;
+  const int writer = static_cast<int>(threadIdx.x) / row_writers;
+  const int64_t guessed_row = writer < guess.last - guess.first ? rows[guess.first + writer] : 0;
   const bool guessed = entries.first == guess.first && entries.last == guess.last;
   const Unit* source = reinterpret_cast<const Unit*>(tokens + token * token_stride);
 
@@ -93,26 +100,24 @@ __global__ void __launch_bounds__(kPermuteThreads, 8)
   };
   const ProbUnit own_unit = kWithProbs && int64_t{threadIdx.x} < lane_units ? prob_unit(threadIdx.x) : ProbUnit{0};
 
-  for (int64_t base = 0; base < units && entries.first < entries.last; base += piece_units) {
+  for (int64_t base = 0; base < units; base += piece_units) {
     const int count = static_cast<int>(min(int64_t{piece_units}, units - base));
     if (base > 0) __syncthreads();  // the piece before has been read
 #pragma unroll 4
     for (int i = threadIdx.x; i < count; i += blockDim.x) piece[i] = __ldcs(source + base + i);
     if (kBulk) bulk_publish();
     __syncthreads();
-    if constexpr (kBulk) {
-      for (int64_t entry = entries.first + threadIdx.x; entry < entries.last; entry += blockDim.x) {
-        const int64_t row = guessed && entry == entries.first + threadIdx.x ? guessed_row : rows[entry];
-        bulk_store(permuted + row * permuted_stride + base * kVectorBytes, piece, count * kVectorBytes);
-      }
-      bulk_wait();
-    } else {
-      for (int64_t entry = entries.first + threadIdx.x / kWarp; entry < entries.last; entry += blockDim.x / kWarp) {
-        Unit* target = reinterpret_cast<Unit*>(permuted + rows[entry] * permuted_stride) + base;
+    for (int64_t entry = entries.first + writer; writer < writers && entry < entries.last; entry += writers) {
+      const int64_t row = guessed && entry == entries.first + writer ? guessed_row : rows[entry];
+      Unit* target = reinterpret_cast<Unit*>(permuted + row * permuted_stride) + base;
+      if constexpr (kBulk) {
+        bulk_store(target, piece, count * kVectorBytes);
+      } else {
 #pragma unroll 4
-        for (int i = threadIdx.x % kWarp; i < count; i += kWarp) __stcs(target + i, piece[i]);
+        for (int i = threadIdx.x % row_writers; i < count; i += row_writers) __stcs(target + i, piece[i]);
       }
     }
+    if (kBulk) bulk_wait();
   }
 
   for (int64_t i = threadIdx.x; i < lane_units; i += blockDim.x) {
@@ -311,7 +316,7 @@ void permute_rows(const RowMap& map, DType dtype, DType wire, int64_t hidden, Co
     return row_bytes % bytes == 0 && rows_aligned(tokens.data, tokens.stride_bytes, bytes) &&
            rows_aligned(permuted.data, permuted.stride_bytes, bytes);
   };
-  const auto launch = [&](auto unit, auto prob_unit, auto with_probs, auto bulk) {
+  const auto launch = [&](auto unit, auto prob_unit, auto with_probs) {
     using Unit = decltype(unit);
     using ProbUnit = decltype(prob_unit);
     const int64_t units = row_bytes / static_cast<int64_t>(sizeof(Unit));
@@ -320,7 +325,7 @@ void permute_rows(const RowMap& map, DType dtype, DType wire, int64_t hidden, Co
     const ProbLanes lanes{static_cast<char*>(permuted_probs.data), permuted_probs.stride_bytes,
                           static_cast<int>(prob_size / sizeof(ProbUnit)),
                           static_cast<int>(prob_lane_bytes / sizeof(ProbUnit))};
-    permute_rows_kernel<Unit, ProbUnit, with_probs, bulk>
+    permute_rows_kernel<Unit, ProbUnit, with_probs>
         <<<blocks, threads, piece_units * sizeof(Unit), static_cast<cudaStream_t>(stream)>>>(
             map.offsets, map.rows, map.experts, map.num_experts, rows_a_token(map), units, piece_units,
             static_cast<const char*>(tokens.data), tokens.stride_bytes, static_cast<char*>(permuted.data),
@@ -329,12 +334,12 @@ void permute_rows(const RowMap& map, DType dtype, DType wire, int64_t hidden, Co
   };
   const auto launch_rows = [&](auto prob_unit, auto with_probs) {
     if (fits(kVectorBytes)) {
-      const UnitOf<kVectorBytes>::type vector{};
-      return has_bulk_stores() ? launch(vector, prob_unit, with_probs, std::true_type{})
-                               : launch(vector, prob_unit, with_probs, std::false_type{});
+      launch(UnitOf<kVectorBytes>::type{}, prob_unit, with_probs);
+    } else if (fits(4)) {
+      launch(UnitOf<4>::type{}, prob_unit, with_probs);
+    } else {
+      launch(UnitOf<2>::type{}, prob_unit, with_probs);
     }
-    return fits(4) ? launch(UnitOf<4>::type{}, prob_unit, with_probs, std::false_type{})
-                   : launch(UnitOf<2>::type{}, prob_unit, with_probs, std::false_type{});
   };
   if (probs == nullptr) {
     launch_rows(UnitOf<4>::type{}, std::false_type{});

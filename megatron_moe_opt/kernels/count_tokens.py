@@ -26,6 +26,11 @@ def count_routing_map(routing_map: torch.Tensor, num_samples: int) -> torch.Tens
     Raises:
         ValueError: another shape, layout or dtype, rows that I does not divide.
     """
-    if has_streams(routing_map.device):  # where PyTorch's sum takes as long as reading the map
-        return routing_map.view(-1, num_samples, routing_map.size(1)).sum(0)
-    return _C.count_routing_map(routing_map, num_samples)
+    if not has_streams(routing_map.device):
+        return _C.count_routing_map(routing_map, num_samples)
+    shape = tuple(routing_map.shape)
+    if routing_map.dtype != torch.bool or len(shape) != 2 or not routing_map.is_contiguous():
+        raise ValueError(f"routing_map must be a contiguous bool matrix, but is {routing_map.dtype} of shape {shape}")
+    if num_samples < 1 or shape[0] % num_samples:
+        raise ValueError(f"routing_map of shape {shape} cannot be cut into {num_samples} samples of equal length")
+    return routing_map.view(shape[0] // num_samples, num_samples, shape[1]).sum(0)

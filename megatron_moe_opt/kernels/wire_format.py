@@ -49,7 +49,13 @@ def widen_rows(wire_rows: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> 
 
 
 def gather_rows(wire_rows: torch.Tensor, wire: WireFormat, row_map: RowMap, out: torch.Tensor) -> None:
-    """Does what `widen_rows` does, but of rows [T, W] each to all of its places in the map: out [R, H]."""
+    """Does what `widen_rows` does, but of rows [T, W] each to all of its places in a map: out [R, H].
+
+    Raises:
+        ValueError: a map that is cut.
+    """
+    if row_map.sources is None:
+        raise ValueError("gather_rows: a row map that is cut does not say which row is whose")
     if wire.dtype_of(out.dtype) == out.dtype:
         spread_rows(wire_rows, row_map, out)
     else:

@@ -34,7 +34,7 @@ EXPERT_KERNELS = 4
 """The kernels that experts of one partition are taken for. Each waits for the one before it, and holds up what is
 issued behind it: that can begin when the last of them does.
 """
-_HELD = dict.fromkeys((Kind.COMPUTE, Kind.GRADIENT), 1 - 1 / EXPERT_KERNELS)
+HELD = dict.fromkeys((Kind.COMPUTE, Kind.GRADIENT), 1 - 1 / EXPERT_KERNELS)
 """The part of an op's time for which it holds up what is issued behind it; 0 where it is one kernel."""
 _FIRST_COUNTS = 1.2
 """How much worse the other guesses may come out than the first."""
@@ -69,7 +69,7 @@ def _order(ops: tuple[_Shape, ...]) -> tuple[int, ...]:
     if not ops:
         return ()
     seconds = np.array([_guesses(lane, kind) for lane, kind, _ in ops])
-    held = seconds * np.array([[_HELD.get(kind, 0.0)] for _, kind, _ in ops])
+    held = seconds * np.array([[HELD.get(kind, 0.0)] for _, kind, _ in ops])
     starts, left = _on_many_queues(ops, seconds)
     whole = (starts + left).max(axis=0)
     weights = np.ones(len(whole))

@@ -89,7 +89,7 @@ def sources(draw: Draw) -> None:
 
 def permute(draw: Draw) -> None:
     routing = draw.routing(20)
-    hidden, dtype = draw.of((1, 2, 3, 8, 24, 67, 130, 256, 264, 8264)), draw.of(DTYPES)
+    hidden, dtype = draw.of((1, 2, 3, 8, 24, 67, 130, 256, 264, 8264, 8267)), draw.of(DTYPES)
     data, weights = draw.normal(len(routing), hidden, dtype=dtype), draw.normal(*routing.shape)
     padded = {}
     if draw.number(0, 3) == 0:
@@ -194,8 +194,7 @@ def run(seed: int, only: list[str] | None = None) -> str:
     choices = [case for case in (*CASES, second_round) if case.__name__ in only] if only else CASES
     case = choices[seed % len(choices)]
     plugin.switches.emulator_seed(ctypes.c_uint64(seed))
-    turn = seed + seed // len(choices)
-    plugin.switches.emulator_set_device((132, 1, 20)[turn % 3], (9, 8)[turn // 3 % 2])
+    plugin.switches.emulator_set_multiprocessors((132, 1, 20)[(seed + seed // len(choices)) % 3])
     case(Draw(seed))
     return case.__name__
 

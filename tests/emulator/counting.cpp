@@ -20,20 +20,19 @@ std::ostringstream lines;
 bool launched = false;
 
 // Of the launch that runs.
-uint64_t asked_read = 0, asked_written = 0, written_in_part = 0;
+uint64_t asked_read = 0, asked_written = 0;
 std::unordered_set<uintptr_t> sectors_read, sectors_written;
 
 // Of its block that runs.
 std::map<std::pair<int, const void*>, int> accesses;  // of each thread at each place
 using Request = std::tuple<int, const void*, int, bool>;
 std::map<Request, std::set<uintptr_t>> requests;
-std::unordered_map<uintptr_t, uint32_t> bytes_written;  // of each sector
 
 void end_launch() {
   if (!launched) return;
   lines << ' ' << asked_read << ' ' << asked_written << ' ' << sectors_read.size() << ' ' << sectors_written.size()
-        << ' ' << written_in_part << '\n';
-  asked_read = asked_written = written_in_part = 0;
+        << '\n';
+  asked_read = asked_written = 0;
   sectors_read.clear();
   sectors_written.clear();
   launched = false;
@@ -72,18 +71,13 @@ void access(int thread, const void* site, uintptr_t address, size_t bytes, bool 
     if (reads) sectors_read.insert(sector);
     if (writes) sectors_written.insert(sector);
   }
-  for (uintptr_t byte = address; writes && byte < address + bytes; ++byte) {
-    bytes_written[byte / kSector] |= 1u << byte % kSector;
-  }
 }
 
 void end_block() {
   if (!on) return;
   for (const auto& [request, sectors] : requests) (std::get<3>(request) ? asked_written : asked_read) += sectors.size();
-  for (const auto& [sector, bytes] : bytes_written) written_in_part += bytes != ~0u;
   accesses.clear();
   requests.clear();
-  bytes_written.clear();
 }
 
 }  // namespace emulator::counting

@@ -11,10 +11,10 @@ extern bool on;
 
 void begin();
 // One line for each launch and memset since begin(), in their order:
-//   KERNEL blocks threads asked_read asked_written read written written_in_part
+//   KERNEL blocks threads asked_read asked_written read written
 //   memset bytes
 // asked_*: sectors that the warps' accesses ask for, each access of a warp by itself; read, written: sectors of memory
-// that the launch touches, each once; written_in_part: sectors of which a block writes some bytes only, of all blocks.
+// that the launch touches, each once.
 std::string end();
 
 void memset(size_t bytes);

@@ -1,7 +1,6 @@
 """What the kernels cost, counted on the emulator: see counting.h.
 
 python -m tests.emulator.counts --write     renews csrc/kernels/launches.txt, the launches of every bound function
-python -m tests.emulator.counts --sectors   sectors of packed rows, by the bytes of their lane: see docs/cuda-kernels.md
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Launch(NamedTuple):
     asked_written: int
     read: int
     written: int
-    written_in_part: int
 
 
 def counted(call: Callable[[], object]) -> tuple[list[Launch], int]:
@@ -106,61 +104,11 @@ def launch_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-class RowSectors(NamedTuple):
-    """32-byte sectors for one packed row."""
-
-    asked_written: float  # by the warps of permute_packed
-    asked_read: float  # by those of unpermute_rows
-    memory: float  # that the row lies in; shared by rows, in equal parts
-    written_in_part: float  # by a block: the other bytes come from another block, or from memory
-
-
-def row_sectors(hidden: int, lane_bytes: int) -> RowSectors:
-    """Counts of rows of `hidden` bfloat16 elements with a lane of 16 or 32 bytes, on a device without bulk stores: what
-    the copy engine asks for, nobody sees.
-
-    permute_packed writes lanes of 16 bytes. Rows with one of 32 begin at a sector, as rows without a lane do: they are
-    counted as these, and the lane as one sector more, which one block writes whole.
-    """
-    num_tokens, num_experts, topk = 8, 16, 4
-    extension, row_map = load_extension(), kernels.build_row_map(routing(num_tokens, num_experts, topk))
-    tokens = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16).to(DEVICE)
-    probs = torch.zeros(num_tokens, num_experts).to(DEVICE)
-    packed = torch.zeros(row_map.num_rows, hidden + lane_bytes // 2, dtype=torch.bfloat16).to(DEVICE)
-    plugin.switches.emulator_set_device(132, 8)
-    (back,), _ = counted(lambda: extension.unpermute_rows(row_map.tensors, packed, hidden, None))
-    if lane_bytes == 16:
-        (there,), _ = counted(lambda: extension.permute_packed(row_map.tensors, tokens, probs, "same"))
-    else:
-        (there,), _ = counted(lambda: extension.permute_rows(row_map.tensors, tokens, None))
-    plugin.switches.emulator_set_device(132, 9)
-    rows, lane = row_map.num_rows, int(lane_bytes == 32)
-    return RowSectors(
-        there.asked_written / rows + lane,
-        back.asked_read / rows,  # its map included, which is the same for every lane
-        there.written / rows + lane,
-        there.written_in_part / rows,
-    )
-
-
-def sector_table() -> str:
-    """The table of docs/cuda-kernels.md."""
-    lines = ["| H | lane | written, asked | read, asked | of memory | written in part |", "|---|---|---|---|---|---|"]
-    for hidden in (1024, 2048, 4096, 7168):
-        for lane_bytes in (16, 32):
-            numbers = (f"{number:.1f}" for number in row_sectors(hidden, lane_bytes))
-            lines.append(f"| {hidden} | {lane_bytes} | {' | '.join(numbers)} |")
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--sectors", action="store_true")
     arguments = parser.parse_args()
-    if arguments.sectors:
-        print(sector_table(), end="")
-    elif arguments.write:
+    if arguments.write:
         TABLE.write_text(launch_table())
     else:
         print(launch_table(), end="")

@@ -339,8 +339,5 @@ extern "C" const char* emulator_end_counting() {
   lines = emulator::counting::end();
   return lines.c_str();
 }
-extern "C" void emulator_set_device(int multiprocessors, int compute_capability) {
-  emulator::multiprocessors = multiprocessors;
-  emulator::compute_capability = compute_capability;
-}
+extern "C" void emulator_set_multiprocessors(int number) { emulator::multiprocessors = number; }
 extern "C" void emulator_refuse_synchronisation(bool refuse) { emulator::refuse_synchronisation = refuse; }

@@ -586,7 +586,7 @@ void allow_races(bool allow) { races_allowed = allow; }
 
 int64_t launches() { return machine().launches; }
 
-int multiprocessors = 132, compute_capability = 9;
+int multiprocessors = 132;
 
 void run(const Configuration& configuration, void (*body)(void*), void* argument, size_t argument_bytes) {
   Machine& one = machine();

@@ -48,9 +48,8 @@ void set_seed(uint64_t seed);
 void allow_races(bool allow);
 // Launches since the process began.
 int64_t launches();
-// What the device says of itself, by which launchers size their grids and choose kernels; as an H100, unless a test
-// sets it: 132 and, the major number, 9.
-extern int multiprocessors, compute_capability;
+// That the device says it has, by which launchers size their grids; 132, as an H100, unless a test sets it.
+extern int multiprocessors;
 
 struct Configuration {
   const char* kernel;

@@ -43,8 +43,8 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ),
     (
         "permute.cu",
-        "guessed && entry == entries.first + threadIdx.x ? guessed_row : rows[entry]",
-        "entry == entries.first + threadIdx.x ? guessed_row : rows[entry]",
+        "guessed && entry == entries.first + writer ? guessed_row : rows[entry]",
+        "entry == entries.first + writer ? guessed_row : rows[entry]",
         ("permute", "packed"),
     ),
     ("permute.cu", "unit < lanes.prob_units ? probs[prob + unit] : ProbUnit{0}", "probs[prob + unit]", ("packed",)),

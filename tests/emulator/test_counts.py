@@ -48,22 +48,13 @@ def test_many_rows_of_few_tokens_are_ordered_as_on_the_cpu():
         assert torch.equal(getattr(there, name).cpu(), getattr(here, name))
 
 
-def test_a_lane_of_16_bytes_asks_for_more_sectors_and_lies_in_fewer():
-    narrow, wide = counts.row_sectors(1024, 16), counts.row_sectors(1024, 32)
-    assert (narrow.asked_written, wide.asked_written) == (67, 65)
-    assert (narrow.memory, wide.memory) == (64.5, 65)
-
-
 def test_permute_in_8_bits_moves_little_more_than_half_of_what_it_does_in_bfloat16():
     extension, row_map = load_extension(), kernels.build_row_map(counts.routing(8, 16, 8))
     tokens = torch.zeros(8, 1024, dtype=torch.bfloat16).to(counts.DEVICE)
     probs = torch.zeros(8, 16).to(counts.DEVICE)
 
-    def sectors(wire: str) -> tuple[int, int]:
+    def sectors(wire: str) -> int:
         (launch,), _ = counts.counted(lambda: extension.permute_packed(row_map.tensors, tokens, probs, wire))
-        return launch.read + launch.written, launch.asked_read + launch.asked_written
+        return launch.read + launch.written
 
-    touched, asked = sectors("same")
-    for wire in ("fp8", "mxfp8"):
-        narrow_touched, narrow_asked = sectors(wire)
-        assert narrow_touched < 0.58 * touched and narrow_asked < 0.74 * asked
+    assert max(sectors(wire) for wire in ("fp8", "mxfp8")) < 0.58 * sectors("same")

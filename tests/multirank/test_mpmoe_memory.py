@@ -47,11 +47,11 @@ def test_saves_what_the_paper_says(ranks):
         assert row.use.held < 0.25 * row.without.held  # the output, and under S2 and S4 the packed rows
     for offloads, recomputes in ("S1", "S3"), ("S2", "S4"):
         assert another - block <= rows[offloads].use.peak - rows[recomputes].use.peak <= 1.25 * another
-    rounded = 2 if on_gpus() else 1  # PyTorch rounds pinned memory up to powers of two
+    most = 2 if on_gpus() else 1.1  # the fullest rank has a little more; pinned memory is rounded up to powers of two
     # T_DI, and T_M: the activation function's input.
     for strategy, copies in ("none", 0), ("S1", 1 + FFN // HIDDEN), ("S2", FFN // HIDDEN), ("S3", 1), ("S4", 0):
         host = rows[strategy].use.host
-        assert copies * row_bytes <= host <= 1.1 * rounded * copies * row_bytes, strategy  # the fullest rank's
+        assert copies * row_bytes <= host <= most * copies * row_bytes, strategy
 
 
 def test_table():

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_moe_opt.runtime.job.gpu_of_rank import SHARED, take_gpu
+from megatron_moe_opt.planning.costs.gpu_settings import SHARED
+from megatron_moe_opt.runtime.job.gpu_of_rank import take_gpu
 from tests.ranks.pool import EMULATOR, GPUS
 
 CONTRACT = 1e-6

@@ -186,7 +186,7 @@ def _spread_rows(draw: Draw) -> list[Any]:
     row_map, tokens, _, rows = draw.row_map()
     width, dtype = draw.size(0, 70), draw.choice((*FLOATS, torch.uint8))
     given = draw.numbers(tokens, width, dtype=dtype)
-    return [row_map, given, torch.zeros(rows, max(0, width - draw.choice((0, 0, 2, -1))), dtype=dtype)]
+    return [row_map, given, torch.zeros(rows, max(0, width - draw.choice((0, 0, 2, 1, -1))), dtype=dtype)]
 
 
 def _copy_chunks(draw: Draw) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import time
@@ -11,7 +12,21 @@ import pytest
 import torch
 
 from megatron_moe_opt.cli import main as cli
-from tools.gpu_node import ALL_TESTS, CROSS_SECTION, QUEUES, ROOT, Ranks, Step, main, plan, run, steps
+from megatron_moe_opt.planning.costs.gpu_settings import SHARED
+from tools.gpu_node import (
+    ALL_TESTS,
+    CROSS_SECTION,
+    PATIENCE,
+    QUEUES,
+    ROOT,
+    SHARING,
+    Ranks,
+    Step,
+    main,
+    plan,
+    run,
+    steps,
+)
 from tools.gpu_page import Result, page
 
 RECORDED = Path(__file__).parent / "gpu_node"
@@ -30,6 +45,19 @@ def test_a_plan_is_shown_without_a_gpu_and_ends_in_time(capsys, monkeypatch, tmp
     watched = [step for step in of_node if step.name in ("CUDA sanitizer of PyTorch", "memcheck", "trace of nsys")]
     assert len(watched) == 3
     assert all("monta:O3x2,parm,mpmoe:2,expert-migration:8" in step.command for step in watched)
+
+
+def test_ranks_share_a_single_gpu_with_fewer_queues_and_more_time(capsys, monkeypatch, tmp_path):
+    alone, of_four = steps(Ranks(SHARING, sharing=True), (), tmp_path), steps(Ranks(SHARING), (), tmp_path)
+    assert [one.limit_s for one in alone] == [PATIENCE * one.limit_s for one in of_four]
+    layers = [step for step in alone if step.name.startswith("layer")]
+    assert [step.environment["CUDA_DEVICE_MAX_CONNECTIONS"] for step in layers] == ["12", "1"]
+    monkeypatch.setattr(sys, "argv", ["gpu_node", "--plan", "--gpus", "1"])
+    monkeypatch.setenv(SHARED, "")
+    assert main() == 0 and os.environ[SHARED] == "1"
+    assert "--nproc-per-node 4" in capsys.readouterr().out
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    assert main() == 2 and "2 nodes of one GPU" in capsys.readouterr().err
 
 
 def test_the_cross_section_names_tests_that_there_are():

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_moe_opt.runtime.job.gpu_of_rank import SHARED, take_gpu
+from megatron_moe_opt.planning.costs.gpu_settings import SHARED
+from megatron_moe_opt.runtime.job.gpu_of_rank import take_gpu
 from tests import conftest
 
 
@@ -20,18 +21,17 @@ def test_the_option_is_refused_without_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "local_rank", "device", "host"), [(8, 3, 3, "0"), (2, 3, 1, "1"), (1, 3, 0, "3"), (1, 3, 0, None)]
+    ("gpus", "local_rank", "device", "host"),
+    [(8, 3, 3, "0"), (2, 3, 1, "1"), (1, 3, 0, "3"), (1, 3, 0, None), (2, 3, 3, None)],
 )
 def test_ranks_go_round_gpus_and_each_round_is_a_host_to_nccl(monkeypatch, gpus, local_rank, device, host):
-    """None: they do not share; a rank that sees one GPU alone, of many, takes it and stays on its host."""
+    """None: they do not share. A rank that sees one of many GPUs takes it; one too many is PyTorch's to refuse."""
     taken = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    for name in (SHARED, "NCCL_HOSTID"):
-        monkeypatch.setenv(name, "")
-        if host is None:
-            monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_HOSTID", "")
+    monkeypatch.setenv(SHARED, "0" if host is None else "1")
     assert take_gpu() == torch.device("cuda", device) and taken == [torch.device("cuda", device)]
-    found = os.environ.get("NCCL_HOSTID")
-    assert found is None if host is None else found.endswith(f"-{host}")
+    assert os.environ["NCCL_HOSTID"].endswith("" if host is None else f"-{host}")
+    assert (os.environ["NCCL_HOSTID"] == "") is (host is None)

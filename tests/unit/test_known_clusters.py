@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
-from megatron_moe_opt.planning.costs.known_clusters import A800_IB200, GB, KNOWN_CLUSTERS, MB, PCIE, TWO_DATA_CENTRES
+from megatron_moe_opt.planning.costs.known_clusters import (
+    A800_IB200,
+    B200_NVL72,
+    GB,
+    H100_IB400,
+    KNOWN_CLUSTERS,
+    MB,
+    PCIE,
+    TWO_DATA_CENTRES,
+)
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting import expert_migration, parm
 from megatron_moe_opt.planning.predicting.expert_migration import realisable_groups
@@ -186,3 +195,19 @@ def test_saa_hides_a_gather_behind_the_exchange():
         assert seconds > gather
         assert seconds < exchange + 4 * gather
     assert parm.ParmFits.of(cluster).saa.beta > 0
+
+
+@pytest.mark.parametrize(
+    ("known", "layout", "one_queue"),
+    [
+        (H100_IB400, Layout(16, ep=8), False),
+        (H100_IB400, Layout(16, tp=2, ep=8), True),
+        (PCIE, Layout(16, cp=2, ep=8), True),
+        (B200_NVL72, Layout(16, tp=2, ep=8), False),
+    ],
+)
+def test_one_queue_is_planned_for_where_megatron_asks_for_it(known, layout, one_queue):
+    cluster = describe(known, layout, 4096, 14336)
+    assert cluster.one_queue is one_queue
+    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": "1" if one_queue else "32"}
+    assert replace(cluster, asks_one_queue=False, gpu_settings=settings).one_queue is one_queue

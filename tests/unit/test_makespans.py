@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.issue_order import issue_order
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from tests.accelerator.all_schedules import all_schedules
@@ -38,6 +39,17 @@ def test_one_queue_costs_nothing_without_experts_and_little_in_few_partitions(so
 
 def test_the_table_of_the_docs_is_what_comes_out(software_executor):
     assert table(software_executor) in DOCS.read_text()
+
+
+def test_the_planner_plays_what_the_executor_does(software_executor):
+    """Beside lanes that disturb nobody it plays it another way, and comes to the same."""
+    undisturbed = {(Lane.INTER, Lane.COMPUTE): 1.0}
+    for name, schedule in SCHEDULES.items():
+        for queues in Queues:
+            seconds = makespan(software_executor, schedule, nominal, queues)
+            for slowdown in (None, undisturbed):
+                played = simulate(schedule, nominal, slowdown, one_queue=queues is Queues.ONE)
+                assert played.seconds == pytest.approx(seconds), name
 
 
 def test_overlap_is_busy_time_beside_another_lane(software_executor):

@@ -69,3 +69,21 @@ def test_sums_and_copies_of_rows_match_the_reference(case):
 def test_refusals(call, message):
     with pytest.raises(ValueError, match=message):
         call(kernels.build_row_map(torch.ones(4, 2)))
+
+
+def test_rows_are_spread_to_where_they_are_asked_to_or_refused():
+    row_map = kernels.build_row_map(torch.tensor([[1, 1], [0, 1], [0, 0]]))
+    rows, out = torch.arange(12).view(3, 4), torch.zeros(3, 2, dtype=torch.int64)
+    assert kernels.spread_rows(rows, row_map, out) is out
+    assert torch.equal(out, rows[row_map.sources, :2])
+    for rows_of, target, said in (
+        (rows[:2], out, "2 rows and an out of 3, but the row map has 3 tokens and 3 rows"),
+        (rows, out[:2], "3 rows and an out of 2"),
+        (rows, out.int(), "and dtype Int cannot hold the beginnings of rows"),
+        (rows, torch.zeros(3, 5, dtype=torch.int64), "cannot hold the beginnings of rows"),
+        (rows.byte()[:, :3].contiguous(), torch.zeros(3, 2).byte(), "must begin at even addresses"),
+        (rows, rows, "rows and out share memory"),
+        (rows.T, out, "not contiguous|4 rows"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            kernels.spread_rows(rows_of, row_map, target)

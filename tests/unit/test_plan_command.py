@@ -322,7 +322,8 @@ def test_every_op_that_takes_long_makes_chunks_a_loss(run):
 
 def test_a_measured_cluster(run, tmp_path):
     file = tmp_path / "cluster.json"
-    describe(PCIE, Layout(16, tp=2, ep=4, expert_tp=2), 4096, 14336 // 2).save(file)
+    measured = describe(PCIE, Layout(16, tp=2, ep=4, expert_tp=2), 4096, 14336 // 2)
+    replace(measured, gpu_settings={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).save(file)  # as Megatron asks for under TP
     code, output, _ = run(MIXTRAL, f"--cluster {file}")
     assert code == 0
     assert "16 GPUs, TP 2 (tokens split), CP 1, PP 1, EP 4" in output
@@ -361,8 +362,8 @@ def test_times_worked_out_by_hand(run):
     ms, exposed = without_chunks(output)
     assert exposed == pytest.approx(exchange + gather, abs=1e-3)
     best_monta = next(cells for name, cells in tables(output)[TERMS].items() if name.startswith("monta"))
-    _, *others, _ = (float(cell) for cell in best_monta if cell)  # experts, and rows on the rank
-    assert ms == pytest.approx(exchange + gather + copy + sum(others), abs=4e-3)
+    *terms, _ = (float(cell) for cell in best_monta if cell)  # dispatch and combine, experts, and rows on the rank
+    assert ms == pytest.approx(exchange + gather + copy + sum(terms) - max(terms), abs=4e-3)
 
 
 def test_bandwidths_in_the_place_of_a_clusters_own(run):

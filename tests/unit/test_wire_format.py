@@ -224,5 +224,8 @@ def test_refusals():
         kernels.narrow_rows(rows, WireFormat.FP8, torch.zeros(80, 4, dtype=torch.uint8).T)
     with pytest.raises(ValueError, match=r"a source is outside \[0, 4\)"):
         kernels.gather_rows(uint8, WireFormat.FP8, row_map_from_sources(torch.tensor([4]), 5), torch.zeros(1, 64))
+    two = kernels.build_row_map(torch.ones(4, 2).bool())
+    with pytest.raises(ValueError, match="a row map that is cut does not say which row is whose"):
+        kernels.gather_rows(uint8, WireFormat.FP8, two.cut(2), torch.zeros(8, 64))
     with pytest.raises(ValueError, match="source is Double"):
         kernels.narrow_rows(rows.double(), WireFormat.FP8, uint8)

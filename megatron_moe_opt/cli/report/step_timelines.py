@@ -68,7 +68,8 @@ def layer_timeline(settings: LayerSettings, rank: int | None, files: Sequence[Pa
             step = _record(settings, ep, device, rank)
         if costs is not None:
             predicted = {
-                name: simulate(timeline.schedule, costs, cluster.slowdown) for name, timeline in step.measured.items()
+                name: simulate(timeline.schedule, costs, cluster.slowdown, cluster.one_queue)
+                for name, timeline in step.measured.items()
             }
             step = replace(step, predicted=predicted)
         if dist.get_rank() == 0:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster, ExpertGemm, Points, World
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.costs.gpu_settings import demands_one_queue
 from megatron_moe_opt.planning.costs.known_clusters import Fabric, KnownCluster
 from megatron_moe_opt.planning.predicting.expert_migration import KINDS, realisable_groups, role
 from megatron_moe_opt.planning.predicting.simulator import simulate
@@ -94,6 +95,7 @@ def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: 
         expert_gemm=_expert_gemm(known, hidden, ffn, dtype),
         local_work=dict.fromkeys((STOCK, OURS), permutes),
         host={"described as": known.title},
+        asks_one_queue=demands_one_queue(layout.tp, layout.cp, known.capability),
     )  # fmt: skip
     return _with_saa(cluster)
 

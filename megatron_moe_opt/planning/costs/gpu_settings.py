@@ -14,6 +14,8 @@ from megatron_moe_opt.planning.costs.differences import differences
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+SHARED = "MOE_OPT_SHARED_GPUS"
+"""Environment variable of ours: 1, where ranks of a node are to share its GPUs, which serves tests."""
 _YES = ("1", "t", "true", "y", "yes")
 """What PyTorch reads as on, in any case."""
 _BY_DEFAULT = 8
@@ -24,11 +26,11 @@ _FIRST_THAT_NEEDS_NO_ORDER = 10
 
 
 def gpu_settings() -> dict[str, str]:
-    """Returns CUDA_DEVICE_MAX_CONNECTIONS, TORCH_NCCL_BLOCKING_WAIT and NCCL's variables, as far as they are set."""
+    """Returns CONNECTIONS, BLOCKING, SHARED and NCCL's variables, as far as they are set."""
     return {
         name: os.environ[name]
         for name in sorted(os.environ)
-        if name in (CONNECTIONS, BLOCKING) or (name.startswith("NCCL_") and not name.startswith(_OF_NO_EFFECT))
+        if name in (CONNECTIONS, BLOCKING, SHARED) or (name.startswith("NCCL_") and not name.startswith(_OF_NO_EFFECT))
     }
 
 

@@ -73,6 +73,8 @@ class KnownCluster:
     """Bytes a second between a GPU and its host, reached."""
     node: int
     """GPUs of a node, which `inside` joins."""
+    capability: int
+    """The GPUs' major compute capability."""
     inside: Fabric
     between: Fabric
     """The network between nodes."""
@@ -133,6 +135,7 @@ A800_IB200 = KnownCluster(
     copy_bandwidth=0.8 * 1.6 * TB,  # MoNTA, Table 8: 64 MB in 0.05 ms, "80 %"
     host_bandwidth=25.1 * GB,  # nvbandwidth 42: A100 SXM4 over PCIe 4.0 x16
     node=8,
+    capability=8,
     # MoNTA, Table 5: 200 GB/s; Table 8 and the Discussion (0.803 at a sequence of 256K: 8192 MB): AllGather of 8 GPUs.
     # Their latency is in the points.
     inside=Fabric(200 * GB, ((64 * MB, 0.726), (256 * MB, 0.776), (8192 * MB, 0.803))),
@@ -158,6 +161,7 @@ H100_IB400 = KnownCluster(
     copy_bandwidth=0.8 * 3.35 * TB / 2,  # a row is read and written; 80 % as MoNTA has it
     host_bandwidth=52.8 * GB,  # nvbandwidth 24: PCIe 5.0 x16
     node=8,
+    capability=9,
     inside=_HOPPER_NVLINK,
     between=_NDR400,
     slowdown=DISTURBED,
@@ -171,6 +175,7 @@ H200_IB400 = KnownCluster(
     copy_bandwidth=0.8 * 4.8 * TB / 2,
     host_bandwidth=52.8 * GB,  # nvbandwidth 24: PCIe 5.0 x16
     node=8,
+    capability=9,
     inside=_HOPPER_NVLINK,
     between=_NDR400,
     slowdown=DISTURBED,
@@ -186,6 +191,7 @@ B200_NVL72 = KnownCluster(
     host_bandwidth=0.8 * 225 * GB,
     # Of the 72 GPUs of a rack 64 train: group sizes are mostly powers of two.
     node=64,
+    capability=10,
     # Data sheet: 130 TB/s both ways of 72 GPUs, 900 GB/s one way of one. DeepEP: 643 to 740 GB/s with EP 8.
     inside=Fabric(900 * GB, ((1, 0.75),), first=(8.4 + 3.4) * US, further=FURTHER_PEER / 2),
     between=_NDR400,
@@ -200,6 +206,7 @@ PCIE = KnownCluster(
     copy_bandwidth=0.8 * 1.935 * TB / 2,
     host_bandwidth=25.1 * GB,  # nvbandwidth 42: PCIe 4.0 x16
     node=8,
+    capability=8,
     # PCIe 4.0 x16: 32 GB/s; nvbandwidth 42: 25.1 to and from the host. Between GPUs the same is assumed.
     inside=Fabric(32 * GB, ((1, 0.78),), first=(8.4 + 5.7) * US, further=FURTHER_PEER),
     # Parm, testbed B: a ConnectX-5 with 100 Gb/s in each node. 90 % of it is assumed to be reached.
@@ -215,6 +222,7 @@ TWO_DATA_CENTRES = KnownCluster(
     copy_bandwidth=0.8 * 1.6 * TB,
     host_bandwidth=12.5 * GB,  # PCIe 3.0 x16, at the part of PCIe 4.0 that nvbandwidth 42 has
     node=8,
+    capability=8,
     # HybridEP: PCIe 3.0 x16, 128 Gb/s, inside a data centre of one node; 10 Gb/s Ethernet between data centres. The
     # parts that are reached are assumed; so is InfiniBand between nodes where a data centre has several.
     inside=Fabric(128 * GBIT, ((1, 0.78),), first=(8.4 + 5.7) * US, further=FURTHER_PEER),
@@ -253,6 +261,7 @@ PARM_A = KnownCluster(
     copy_bandwidth=0.8 * 1.008 * TB / 2,
     host_bandwidth=25.1 * GB,  # PCIe 4.0 x16, as nvbandwidth 42 has it
     node=8,
+    capability=8,
     # Table II: PCIe 4.0 x16, 32 GB/s. Section VI-B: alpha 6.64e-4 s, beta 5.38e-10 s an element.
     inside=Fabric(32 * GB, ((1, _gathering(5.38e-10, 32 * GB)),), first=664 * US),
     between=_ETHERNET,  # the testbed has one node: more are taken to be joined as testbed B's
@@ -267,6 +276,7 @@ PARM_B = KnownCluster(
     copy_bandwidth=0.8 * 616 * GB / 2,
     host_bandwidth=12.5 * GB,  # PCIe 3.0 x16, at the part of PCIe 4.0 that nvbandwidth 42 has
     node=4,
+    capability=7,
     # Table II: PCIe 3.0 x16, 16 GB/s. Section VI-B: alpha 1.09e-4 s, beta 7.14e-10 s an element.
     inside=Fabric(16 * GB, ((1, _gathering(7.14e-10, 16 * GB)),), first=109 * US),
     between=_ETHERNET,
@@ -281,6 +291,7 @@ ADIRA = KnownCluster(
     copy_bandwidth=0.8 * 1.555 * TB / 2,
     host_bandwidth=25.1 * GB,  # nvbandwidth 42
     node=8,
+    capability=8,
     # Section V-A: third NVLink; data sheet 600 GB/s both ways.
     inside=Fabric(300 * GB, ((1, _NVLINK_REACHED),), first=_COLLECTIVE + _NVLINK_STEP, further=FURTHER_PEER / 2),
     # Section V-A: "200 Gbps HDR InfiniBand". A DGX A100 has such a card for each GPU; the paper may mean one a node.
@@ -296,6 +307,7 @@ VALOR = KnownCluster(
     copy_bandwidth=0.8 * 900 * GB / 2,
     host_bandwidth=12.5 * GB,  # PCIe 3.0 x16
     node=4,
+    capability=7,
     # Section V-A: second NVLink; data sheet 300 GB/s both ways.
     inside=Fabric(150 * GB, ((1, _NVLINK_REACHED),), first=_COLLECTIVE + _NVLINK_STEP, further=FURTHER_PEER / 2),
     # Section V-A: 56 Gb/s (FDR's rate, printed HDR) for a node's four GPUs.
@@ -311,6 +323,7 @@ NETMOE_A800 = KnownCluster(
     copy_bandwidth=0.8 * 1.555 * TB / 2,
     host_bandwidth=25.1 * GB,
     node=8,
+    capability=8,
     # Table 2: 400 GB/s; data sheet of the A800: both ways together.
     inside=Fabric(200 * GB, ((1, _NVLINK_REACHED),), first=_COLLECTIVE + _NVLINK_STEP, further=FURTHER_PEER / 2),
     # Table 2: 100 GB/s, taken for one way of a node.

@@ -176,7 +176,8 @@ class LayerOnCluster:
         Schedules without experts have them added. `local_rows` as in `local_timeline`; `links` as in `played`.
         """
         costs = self.converting(costs or self.costs)
-        timelines = [simulate(schedule, costs, self.cluster.slowdown) for schedule in schedules]
+        cluster = self.cluster
+        timelines = [simulate(schedule, costs, cluster.slowdown, cluster.one_queue) for schedule in schedules]
         if alone:
             timelines.append(Timeline.in_turn("one after another", ((op, costs(op)) for op in alone)))
         return self.played(variant, timelines, whose, parts, local_rows, links)

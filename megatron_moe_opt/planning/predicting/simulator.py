@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_moe_opt.schedules.schedule import Lane, Op, Schedule, ScheduleError
+from megatron_moe_opt.schedules.issue_order import HELD
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule, ScheduleError
 from megatron_moe_opt.schedules.timeline import Timeline
 
 Slowdown = Mapping[tuple[Lane, ...], float]
@@ -14,21 +15,27 @@ Slowdown = Mapping[tuple[Lane, ...], float]
 alpha(y, x)); (y, x, z) that while both x and z are."""
 
 
-def simulate(schedule: Schedule, cost: Callable[[Op], float], slowdown: Slowdown | None = None) -> Timeline:
+def simulate(
+    schedule: Schedule, cost: Callable[[Op], float], slowdown: Slowdown | None = None, one_queue: bool = False
+) -> Timeline:
     """Starts every op when its lane is free and what it waits for is done.
 
     Args:
         cost: seconds of an op that runs alone, such as `Costs`.
         slowdown: with it an op progresses at the `lane_rate` beside all lanes that are busy, which changes whenever an
             op starts or ends.
+        one_queue: whether the lanes share one hardware queue of a GPU, on which an op starts no sooner than the last
+            kernel of what was issued before it (schedules/issue_order.py).
 
     Raises:
         ScheduleError: an op waits for one that does not come before it.
         ValueError: a factor outside (0, 1].
     """
     order = Order.of(schedule)
-    times = play(order, [cost(op) for op in schedule.ops], slowdown)
-    return Timeline.of_times(schedule, times)
+    seconds = [cost(op) for op in schedule.ops]
+    if one_queue:
+        return Timeline.of_times(schedule, _play_in_turn(order, seconds, [op.kind for op in schedule.ops], slowdown))
+    return Timeline.of_times(schedule, play(order, seconds, slowdown))
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class Order:
     lane_of: tuple[int, ...]
     """The lane of each op, as an index into `lanes`."""
     waits_for: tuple[tuple[int, ...], ...]
+    in_turn: bool = False
+    """Whether no op starts before the one that precedes it."""
 
     @classmethod
     def of(cls, schedule: Schedule) -> Order:
@@ -60,14 +69,38 @@ def play(order: Order, seconds: Sequence[float], slowdown: Slowdown | None = Non
     return _play_disturbed(order, seconds, slowdown) if slowdown else _play_undisturbed(order, seconds)
 
 
+def _play_in_turn(
+    order: Order, seconds: Sequence[float], kinds: Sequence[Kind], slowdown: Slowdown | None
+) -> list[tuple[float, float]]:
+    """Plays ops that start in turn, those of several kernels in two pieces: up to the last kernel, and that."""
+    lane_of: list[int] = []
+    waits_for: list[tuple[int, ...]] = []
+    of_pieces: list[float] = []
+    first: list[int] = []
+    last: list[int] = []
+    for lane, others, duration, kind in zip(order.lane_of, order.waits_for, seconds, kinds, strict=True):
+        held = HELD.get(kind)
+        pieces = [duration] if held is None else [held * duration, (1 - held) * duration]
+        first.append(len(of_pieces))
+        waits_for += [tuple(last[other] for other in others), *[()] * (len(pieces) - 1)]
+        lane_of += [lane] * len(pieces)
+        of_pieces += pieces
+        last.append(len(of_pieces) - 1)
+    times = play(Order(order.lanes, tuple(lane_of), tuple(waits_for), in_turn=True), of_pieces, slowdown)
+    return [(times[begin][0], times[end][1]) for begin, end in zip(first, last, strict=True)]
+
+
 def _play_undisturbed(order: Order, seconds: Sequence[float]) -> list[tuple[float, float]]:
     times: list[tuple[float, float]] = []
     free = [0.0] * len(order.lanes)
+    head = 0.0
     for lane, waits_for, duration in zip(order.lane_of, order.waits_for, seconds, strict=True):
         start = free[lane]
         for other in waits_for:
             if times[other][1] > start:
                 start = times[other][1]
+        if order.in_turn:
+            start = head = max(start, head)
         free[lane] = start + duration
         times.append((start, free[lane]))
     return times
@@ -87,16 +120,23 @@ def _play_disturbed(order: Order, seconds: Sequence[float], slowdown: Slowdown) 
     starts, ends = [0.0] * len(seconds), [-1.0] * len(seconds)
     left: dict[int, float] = {}  # by lane: the work, in seconds, that its running op has left
     rates: dict[tuple[int, ...], list[float]] = {}
-    now, unfinished = 0.0, len(seconds)
+    now, unfinished, head = 0.0, len(seconds), 0
     while unfinished:
-        for lane, queue in enumerate(queues):
-            if queue and lane not in left:
-                following = queue[-1]
-                for other in order.waits_for[following]:
-                    if ends[other] < 0:
-                        break
-                else:
-                    starts[following], left[lane] = now, seconds[following]
+        starting = True
+        while starting:
+            starting = False
+            for lane, queue in enumerate(queues):
+                if queue and lane not in left:
+                    following = queue[-1]
+                    if order.in_turn and following != head:
+                        continue
+                    for other in order.waits_for[following]:
+                        if ends[other] < 0:
+                            break
+                    else:
+                        starts[following], left[lane] = now, seconds[following]
+                        head += 1
+                        starting = order.in_turn  # the next one may be of any lane
         running = tuple(left)
         if running not in rates:
             rates[running] = _rates([order.lanes[lane] for lane in running], slowdown)

@@ -7,20 +7,21 @@ import socket
 
 import torch
 
-SHARED = "MOE_OPT_SHARED_GPUS"
-"""Environment variable: set, where ranks are to share a node's GPUs, which serves tests."""
+from megatron_moe_opt.planning.costs.gpu_settings import SHARED
 
 
 def take_gpu() -> torch.device:
-    """Makes a GPU the device of this rank, before its process group is made, and returns it: of those that it sees
-    the one of its number in the node, or the only one.
+    """Makes a GPU the device of this rank, before its process group is made, and returns it: the only one that it sees,
+    or the one of its number in the node.
 
-    Where SHARED is set, ranks go round the node's GPUs. NCCL refuses two ranks of a host on one, so that each round is
+    Where SHARED is 1, ranks go round the node's GPUs. NCCL refuses two ranks of a host on one, so that each round is
     given a host's name of its own, and ranks of two rounds send over sockets.
     """
     local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if SHARED in os.environ:
+    number = 0 if gpus == 1 else local_rank
+    if os.environ.get(SHARED) == "1":
         os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{local_rank // gpus}"
-    device = torch.device("cuda", local_rank % gpus)
+        number = local_rank % gpus
+    device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
