@@ -78,7 +78,8 @@ def _gathered(schedule: Schedule, gather: Op, costs: Cost, layer: LayerOnCluster
     """Returns the schedule with the op `gather` behind each partition's last op; ops of a lane in the order
     in which they could begin.
     """
-    spans = simulate(schedule, costs, layer.cluster.slowdown).spans
+    cluster = layer.cluster
+    spans = simulate(schedule, costs, cluster.slowdown, cluster.one_queue).spans
     ops = [(span.start, index, span.op) for index, span in enumerate(spans)]
     for chunk, last in {op.chunk: index for index, op in enumerate(schedule.ops)}.items():
         ops.append((spans[last].end, len(ops), replace(gather, chunk=chunk, waits_for=(last,))))
