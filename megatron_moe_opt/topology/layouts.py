@@ -112,7 +112,8 @@ class Layout:
     @property
     def first_joint_group(self) -> tuple[int, ...]:
         """The first of `joint_groups`."""
-        return tuple(rank + shard for rank in self.first_group("ep") for shard in self.first_group("expert-tp"))
+        shards = self.first_group("expert-tp")
+        return tuple(rank + shard for rank in self.first_group("ep") for shard in shards)
 
     @cached_property
     def blocks(self) -> Groups:

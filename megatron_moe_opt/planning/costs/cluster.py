@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from megatron_moe_opt.errors import ConfigurationError
@@ -197,6 +198,10 @@ class Cluster:
 
     def costs(self) -> Costs:
         """Returns what ops cost, for the simulator and the choice of level and chunks."""
+        return self._costs
+
+    @cached_property
+    def _costs(self) -> Costs:
         return Costs({key: CostCurve(points) for key, points in self.curves.items()}, self.overhead)
 
     def check_expert(self) -> None:

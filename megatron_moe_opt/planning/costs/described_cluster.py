@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster, ExpertGemm, Points, World
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
@@ -135,14 +137,15 @@ def _short(group: Sequence[int]) -> str:
 
 def _places(levels: Sequence[tuple[int, Fabric]], groups: Iterable[Sequence[int]]) -> set[_Place]:
     """Returns the places of all ranks of all groups."""
-    found = set()
-    for group in groups:
-        inside = [Counter(rank // ranks for rank in group) for ranks, _ in levels]
-        for rank in group:
-            reached = [counts[rank // ranks] for counts, (ranks, _) in zip(inside, levels, strict=True)]
-            peers = tuple(outer - inner for inner, outer in zip([1, *reached], reached, strict=False))
-            found.add(_Place(peers, len(group)))
-    return found
+    members = np.array([*groups])
+    number, size = members.shape
+    reached = [np.ones(members.size, dtype=np.int64)]  # by each rank in its unit of a level, itself counted
+    for ranks, _ in levels:
+        units = members // ranks + np.arange(number)[:, None] * (members.max() + 1)  # another group's are others
+        _, unit_of, counts = np.unique(units, return_inverse=True, return_counts=True)
+        reached.append(counts[unit_of.ravel()])
+    peers = np.unique(np.diff(reached, axis=0), axis=1).T
+    return {_Place(tuple(map(int, of_rank)), size) for of_rank in peers}
 
 
 def _place_of_domains(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.schedules.hops import role
 from megatron_moe_opt.schedules.parm import JOINT, TP
@@ -26,6 +28,7 @@ class LinkBytes:
             for name, group in zip((role(level), f"experts.{level}"), of_level, strict=True):
                 self._ranks[name] = tuple(self._ranks["ep"][one] for one in group)
         self._nodes = world.nodes
+        self._elsewhere = {role: self._on_other_nodes(group) for role, group in self._ranks.items()}
 
     @property
     def spans_nodes(self) -> bool:
@@ -36,7 +39,10 @@ class LinkBytes:
         """Returns the bytes of a collective that the first rank sends between nodes and inside its
         node, as many to each peer.
         """
-        first, *peers = self._ranks[op.group]
-        elsewhere = sum(self._nodes[peer] != self._nodes[first] for peer in peers)
-        each = op.size / (len(peers) + 1)
-        return each * elsewhere, each * (len(peers) - elsewhere)
+        ranks, elsewhere = len(self._ranks[op.group]), self._elsewhere[op.group]
+        each = op.size / ranks
+        return each * elsewhere, each * (ranks - 1 - elsewhere)
+
+    def _on_other_nodes(self, group: Sequence[int]) -> int:
+        """Returns how many ranks of a group are not on the node of its first."""
+        return sum(self._nodes[rank] != self._nodes[group[0]] for rank in group)

@@ -61,6 +61,7 @@ class LayerOnCluster:
             has_room: whether candidates that hold so many bytes of activations are asked for.
         """
         self.workload, self.cluster, self.below, self.has_room = workload, cluster, below, has_room
+        self._costs: dict[int, Costs] = {}
         self.costs = cluster.costs() if cluster.expert_gemm is None else self.expert_costs
         of_stock = {key: CostCurve(points) for key, points in cluster.stock_curves.items()}
         self.stock_costs = Costs({**self.costs.curves, **of_stock}, self.costs.overhead)
@@ -73,17 +74,23 @@ class LayerOnCluster:
         self._best_rates: dict[Lane, tuple[float, float]] = {}
         self.activation_bytes = activation_bytes(workload, workload.rows, 1, NONE)
 
-    @cached_property
+    @property
     def expert_costs(self) -> Costs:
         """Returns the costs of all ops, the experts' too. Raises ConfigurationError where no expert was measured."""
-        return costs_with_experts(self.workload, self.cluster)
+        return self.costs_with(1)
+
+    def costs_with(self, holds: int) -> Costs:
+        """Returns the same where a rank's rows are spread over the experts of `holds` ranks."""
+        if holds not in self._costs:
+            self._costs[holds] = costs_with_experts(self.workload, self.cluster, holds)
+        return self._costs[holds]
 
     def seconds_of_experts(self, rows: int, holds: int = 1) -> tuple[float, float]:
         """Returns the seconds of `rows` of this rank, spread over the experts of `holds`
         ranks: forward, and backward.
         """
         one = self.workload
-        costs = costs_with_experts(one, self.cluster, holds) if holds > 1 else self.expert_costs
+        costs = self.costs_with(holds)
         ops = (Op(kind, Lane.COMPUTE, size=rows * one.etp * one.row_bytes) for kind in (Kind.COMPUTE, Kind.GRADIENT))
         forward, backward = (costs.curve(op).seconds(op.size) for op in ops)
         return forward, backward

@@ -8,7 +8,6 @@ from math import prod
 
 from megatron_moe_opt.planning.costs.cluster import OURS
 from megatron_moe_opt.planning.costs.curves import Costs
-from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.costs.link_bytes import LinkBytes
 from megatron_moe_opt.planning.predicting.expert_migration import (
     codec_seconds,
@@ -155,8 +154,7 @@ def costs_of(layer: LayerOnCluster, way: str, domains: ExpertDomains | None = No
     if way != HOPS:
         return layer.expert_costs
     holds = 1 if domains is None else prod(domains.sizes)
-    costs = costs_with_experts(layer.workload, layer.cluster, holds) if holds > 1 else layer.expert_costs
-    return HopSeconds(layer, costs, domains)
+    return HopSeconds(layer, layer.costs_with(holds), domains)
 
 
 class HopSeconds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_moe_opt.schedules.issue_order import HELD
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule, ScheduleError
@@ -34,7 +35,9 @@ def simulate(
     order = Order.of(schedule)
     seconds = [cost(op) for op in schedule.ops]
     if one_queue:
-        return Timeline.of_times(schedule, _play_in_turn(order, seconds, [op.kind for op in schedule.ops], slowdown))
+        return Timeline.of_times(
+            schedule, _play_in_turn(order, seconds, tuple(op.kind for op in schedule.ops), slowdown)
+        )
     return Timeline.of_times(schedule, play(order, seconds, slowdown))
 
 
@@ -70,24 +73,31 @@ def play(order: Order, seconds: Sequence[float], slowdown: Slowdown | None = Non
 
 
 def _play_in_turn(
-    order: Order, seconds: Sequence[float], kinds: Sequence[Kind], slowdown: Slowdown | None
+    order: Order, seconds: Sequence[float], kinds: tuple[Kind, ...], slowdown: Slowdown | None
 ) -> list[tuple[float, float]]:
     """Plays ops that start in turn, those of several kernels in two pieces: up to the last kernel, and that."""
-    lane_of: list[int] = []
+    of_pieces, op_of, parts, last = _in_pieces(order, kinds)
+    times = play(of_pieces, [part * seconds[op] for op, part in zip(op_of, parts, strict=True)], slowdown)
+    return [(times[before + 1][0], times[end][1]) for before, end in zip((-1, *last), last, strict=False)]
+
+
+@lru_cache(maxsize=1024)
+def _in_pieces(
+    order: Order, kinds: tuple[Kind, ...]
+) -> tuple[Order, tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
+    """Returns the order of the pieces, of each piece its op and its part of that, and of each op its last piece."""
+    op_of: list[int] = []
+    parts: list[float] = []
     waits_for: list[tuple[int, ...]] = []
-    of_pieces: list[float] = []
-    first: list[int] = []
     last: list[int] = []
-    for lane, others, duration, kind in zip(order.lane_of, order.waits_for, seconds, kinds, strict=True):
-        held = HELD.get(kind)
-        pieces = [duration] if held is None else [held * duration, (1 - held) * duration]
-        first.append(len(of_pieces))
-        waits_for += [tuple(last[other] for other in others), *[()] * (len(pieces) - 1)]
-        lane_of += [lane] * len(pieces)
-        of_pieces += pieces
-        last.append(len(of_pieces) - 1)
-    times = play(Order(order.lanes, tuple(lane_of), tuple(waits_for), in_turn=True), of_pieces, slowdown)
-    return [(times[begin][0], times[end][1]) for begin, end in zip(first, last, strict=True)]
+    for op, (others, kind) in enumerate(zip(order.waits_for, kinds, strict=True)):
+        of_op = [HELD[kind], 1 - HELD[kind]] if kind in HELD else [1.0]
+        parts += of_op
+        op_of += [op] * len(of_op)
+        waits_for += [tuple(last[other] for other in others), *[()] * (len(of_op) - 1)]
+        last.append(len(parts) - 1)
+    lane_of = tuple(order.lane_of[op] for op in op_of)
+    return Order(order.lanes, lane_of, tuple(waits_for), in_turn=True), tuple(op_of), tuple(parts), tuple(last)
 
 
 def _play_undisturbed(order: Order, seconds: Sequence[float]) -> list[tuple[float, float]]:
