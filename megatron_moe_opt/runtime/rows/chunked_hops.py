@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from megatron_moe_opt.kernels import LANE_BYTES, row_map_from_sources
+from megatron_moe_opt.kernels import LANE_BYTES, RowMap, row_map_from_sources
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.hop_plan import HopPlan
@@ -149,7 +149,7 @@ class ChunkOut(Hops):
                 )
                 self.places = torch.arange(self.held.num_rows, device=rows.device) + shift
                 self.notes = layout.notes(rows)
-            _scatter(layout.tokens(rows), self.held.sources, self.places, here.tokens)
+            _scatter(layout, rows, self.held, self.places, here.tokens)
             if here.probs is not None:
                 here.probs[self.places] = layout.probs(rows).view(-1)[self.pairs]
 
@@ -167,8 +167,6 @@ class ChunkBack(Hops):
 
     keys: torch.Tensor | None = None
     """The keys of the rows that go back from here, int64, ascending."""
-    sources: torch.Tensor | None = None
-    """The sum that each row goes into, int64 [rows of experts, and beside them]."""
     places: torch.Tensor | None = None
     """The place of each of these rows among those of all chunks, int64."""
     homes: NewHomes | None = None
@@ -190,8 +188,7 @@ class ChunkBack(Hops):
             keys, places, others = torch.cat([keys, along.keys]), torch.cat([places, number + along.own]), along.others
         back = cls(out.groups, out.tables, out.facts, out.num_tokens, out.etp, places=places, homes=homes, begin=begin)
         in_order, back.keys = homes.in_order(torch.cat([keys, others]), back.num_rows("unsorted", plan, 0))
-        back.sources = in_order[: len(keys)]
-        back.held = row_map_from_sources(back.sources, len(back.keys))
+        back.held = row_map_from_sources(in_order[: len(keys)], len(back.keys))
         return back
 
     def homebound(self, prob_dtype: torch.dtype | None) -> Layout:
@@ -201,7 +198,7 @@ class ChunkBack(Hops):
     def sort(self, here: AtExperts[HopPlan]) -> Steps:
         """Does what Way says: copies the gradient of each sum to all that was summed."""
         rows, layout = here.rows, here.layout
-        return steps.call(lambda: _scatter(layout.tokens(rows), self.sources, self.places, here.tokens))
+        return steps.call(lambda: _scatter(layout, rows, self.held, self.places, here.tokens))
 
     def unsort(self, here: AtExperts[HopPlan]) -> Steps:
         """Returns the steps that put outputs or gradients in the order in which their rows arrived."""
@@ -260,12 +257,14 @@ class KeyLayout(Layout):
         self.of_lane(rows, 0, 8).copy_(keys.view(torch.uint8).view(-1, 8))
 
 
-def _scatter(rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, written: torch.Tensor) -> None:
-    """Copies rows[sources] to written[places]; `places` ascend where they are all there are."""
+def _scatter(layout: Layout, rows: torch.Tensor, row_map: RowMap, places: torch.Tensor, written: torch.Tensor) -> None:
+    """Copies the token of each row to its places in the map, which are written[places]; these ascend where they are all
+    there are.
+    """
     if len(places) == len(written):
-        torch.index_select(rows, 0, sources, out=written)
+        layout.spread(rows, row_map, written)
     else:
-        written.index_copy_(0, places, rows.index_select(0, sources))
+        written.index_copy_(0, places, layout.tokens(rows).index_select(0, row_map.sources))
 
 
 def _taken(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
