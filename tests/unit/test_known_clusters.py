@@ -207,7 +207,4 @@ def test_saa_hides_a_gather_behind_the_exchange():
     ],
 )
 def test_one_queue_is_planned_for_where_megatron_asks_for_it(known, layout, one_queue):
-    cluster = describe(known, layout, 4096, 14336)
-    assert cluster.one_queue is one_queue
-    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": "1" if one_queue else "32"}
-    assert replace(cluster, asks_one_queue=False, gpu_settings=settings).one_queue is one_queue
+    assert describe(known, layout, 4096, 14336).one_queue is one_queue

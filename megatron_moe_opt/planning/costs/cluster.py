@@ -13,7 +13,6 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import write_text_whole
 from megatron_moe_opt.planning.costs.bus_bandwidth import bus_of
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
-from megatron_moe_opt.planning.costs.gpu_settings import CONNECTIONS
 from megatron_moe_opt.planning.json_places import JsonPlace
 from megatron_moe_opt.planning.predicting.simulator import Slowdown
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane
@@ -102,8 +101,9 @@ class Cluster:
     """The curves of collectives as stock Megatron calls them. What is not here takes as long as in `curves`."""
     gpu_settings: Facts | None = None
     """The settings of the ranks' environment, see gpu_settings.py; None where there was no GPU, or it is not known."""
-    asks_one_queue: bool = False
-    """Whether Megatron asks for one hardware queue of a GPU with these groups, where nothing was measured."""
+    one_queue: bool = False
+    """Whether all streams of a GPU share one hardware queue and `slowdown` does not know it: what was measured with one
+    does."""
     measured_for: Facts = field(default_factory=dict)
     """What the training run was like that measured it for itself, as far as times depend on that. Empty: no run did."""
     host: Facts = field(default_factory=dict)
@@ -181,11 +181,6 @@ class Cluster:
                 best = max(bus.bandwidth(*point) for point in points)
                 entries[-1]["bus"] = {"ranks": bus.ranks, "link": bus.link, "best": best, "link_peak": bus.peak}
         return entries
-
-    @property
-    def one_queue(self) -> bool:
-        """Returns whether all streams of a GPU share one hardware queue, so that less overlaps."""
-        return self.asks_one_queue or (self.gpu_settings or {}).get(CONNECTIONS) == "1"
 
     def measured_with(self) -> Facts:
         """Returns what the times hold for, as far as it is known: the ranks, the rows, the experts and the versions."""

@@ -97,7 +97,7 @@ def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: 
         expert_gemm=_expert_gemm(known, hidden, ffn, dtype),
         local_work=dict.fromkeys((STOCK, OURS), permutes),
         host={"described as": known.title},
-        asks_one_queue=demands_one_queue(layout.tp, layout.cp, known.capability),
+        one_queue=demands_one_queue(layout.tp, layout.cp, known.capability),
     )  # fmt: skip
     return _with_saa(cluster)
 
