@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import types
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
@@ -136,6 +140,7 @@ def test_reported_bytes_are_those_sent(ranks, settings, options):
 
 
 def refusals() -> list[str]:
+    from megatron_moe_opt.integration.layer import netmoe_layer
     from tests.ranks.megatron import parallel
 
     texts = []
@@ -148,17 +153,72 @@ def refusals() -> list[str]:
         for mask, arguments in (
             (None, {"packed_seq_params": types.SimpleNamespace()}),
             (None, {"padding_mask": torch.zeros(4, 32, dtype=torch.bool)}),
+            (None, {"rotary_pos_emb": torch.zeros(32, 4, 1, 16)}),
         ):
             try:
                 block(torch.zeros(32, 4, 64), mask, **arguments)
             except ConfigurationError as error:
                 texts.append(str(error))
+        try:
+            netmoe_layer._Begin()(block, (), {"per_layer_inputs": [torch.zeros(32, 4, 2)]})
+        except ConfigurationError as error:
+            texts.append(str(error))
         trained.model(batch["tokens"], batch["position_ids"], causal, labels=batch["labels"])
         if dist.get_rank() == 2:  # the same object, changed between passes
             causal.copy_(others)
         with pytest.raises(ConfigurationError) as caught:
             trained.model(batch["tokens"], batch["position_ids"], causal, labels=batch["labels"])
     return [*texts, str(caught.value)]
+
+
+class Sandwich(TransformerLayer):
+    """A layer that norms once more after its experts."""
+
+    def _forward_post_mlp(self, mlp_output_with_bias: Any, residual: torch.Tensor) -> torch.Tensor:
+        output, bias = mlp_output_with_bias
+        return super()._forward_post_mlp((output / output.norm(), bias), residual)
+
+    _apply_mlp_bda_step = _forward_post_mlp
+
+
+class Scaled(MoELayer):
+    """A MoE layer whose sums are scaled."""
+
+    def postprocess(self, *args: Any) -> torch.Tensor:
+        """Returns twice Megatron's."""
+        return 2 * super().postprocess(*args)
+
+
+def layers_of_their_own() -> tuple[str, list[str | None]]:
+    """Returns what is said of a model that is built with such layers, and of one whose layers become so."""
+    from megatron_moe_opt.integration.layer import netmoe_layer
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        block = build("netmoe").model.module.decoder
+        layer = block.layers[-1]
+        bda = layer.mlp_bda
+        said = [netmoe_layer.block_adds_up_otherwise([layer.mlp])]
+        for change, back in (
+            (lambda: setattr(layer, "hidden_dropout", 0.1), lambda: setattr(layer, "hidden_dropout", 0.0)),
+            (lambda: setattr(layer, "mlp_bda", partial(bda)), lambda: setattr(layer, "mlp_bda", bda)),
+            (lambda: setattr(layer.mlp, "__class__", Scaled), lambda: setattr(layer.mlp, "__class__", MoELayer)),
+        ):
+            change()
+            said.append(netmoe_layer.adds_up_otherwise(block))
+            back()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigurationError) as caught:
+            patch.setattr(gpt_layer_specs, "TransformerLayer", Sandwich)
+            build("netmoe")
+    return str(caught.value), said
+
+
+def test_layers_that_add_up_otherwise_are_refused(ranks):
+    for built, (none, dropout, bda, moe) in ranks.run(layers_of_their_own):
+        assert none is None and "a TransformerLayer has a hidden_dropout of 0.1 of its own" in dropout
+        assert "a TransformerLayer has an mlp_bda of its own" in bda
+        assert "has a Scaled.postprocess that is not Megatron's" in moe
+        assert "netmoe moves residuals with the sums of experts, and a Sandwich has a Sandwich._" in built
 
 
 def kept_at_home() -> tuple[list[bool], float]:
@@ -203,7 +263,9 @@ def test_passes_whose_samples_cannot_move_do_not_end_auto(ranks):
 
 def test_what_would_have_to_move_is_refused(ranks):
     for texts in ranks.run(refusals):
-        packed, padding, masks = texts
+        packed, padding, positions, others, masks = texts
+        assert "positions of each sample would not follow: use monta" in positions
+        assert "per_layer_inputs of TransformerBlock would not follow: use monta" in others
         assert "but rank 2 has another: drop --reset-attention-mask, or use monta" in masks
         assert "packed sequences would not follow: use monta" in packed
         assert "padding masks would not follow: use monta" in padding

@@ -10,7 +10,7 @@ from megatron_moe_opt.integration.auto import memory_room
 from megatron_moe_opt.integration.auto.first_step import FirstStep, refusal
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of
-from megatron_moe_opt.integration.layer.netmoe_layer import check_seams
+from megatron_moe_opt.integration.layer.netmoe_layer import block_adds_up_otherwise, check_seams
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.systems.netmoe import NETMOE
 
@@ -48,7 +48,8 @@ class Look:
         if not self._routing:
             return None, None
         heard, layer, groups = self._routing, self.layers[0].layer, self.layers[0].groups
-        routing, at_home = [one.take() for one in heard], keeps_home(self.config, heard)
+        routing = [one.take() for one in heard]
+        at_home = keeps_home(self.config, heard) or block_adds_up_otherwise([one.layer for one in self.layers])
         try:
             check_seams(layer, self.options)
             blocks = self.config.virtual_pipeline_model_parallel_size or 1

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder, in_this_pass
@@ -141,19 +142,64 @@ def _link(block: Any, stays_home: bool = False) -> None:
         return  # the only layer would have to bring home what it moves
     if _placement_of(layers[0]) is not None:
         return  # a turn of the same dispatchers again
+    if not stays_home and (why := adds_up_otherwise(block)) is not None:
+        raise ConfigurationError(
+            f"--moe-token-dispatcher-type netmoe moves residuals with the sums of experts, and {why}: use monta"
+        )
     order = SampleOrder(stays_home)
     for layer in layers:
         moe = layer.mlp
         holders = _holders(_dispatcher_of(layer).groups, moe.router.tp_cp_group)
         costs = _dispatcher_of(layer).costs(holders, moe.config.num_moe_experts)
         placement = LayerPlacement(order, holders, costs, last=layer is layers[-1])
-        _dispatcher_of(layer).join(placement, layer.pre_mlp_layernorm)
+        _dispatcher_of(layer).join(placement, functools.partial(_normalise, weakref.ref(layer)))
         watch(_dispatcher_of(layer), moe.layer_number)
         if layer not in _open:
             _let_samples_move(layer)
     if block not in _open:
         block.register_forward_pre_hook(_Begin(), with_kwargs=True)
     _open.update([block, *layers])
+
+
+def _normalise(layer: weakref.ref[Any], rows: torch.Tensor) -> torch.Tensor:
+    """Returns rows as the norm before the experts makes them, the one that the layer has now."""
+    return layer().pre_mlp_layernorm(rows)
+
+
+_OURS_OR_MEGATRONS = ("megatron.core.", "megatron_moe_opt.")
+_OF_LAYERS = ("forward", "_forward_pre_mlp_layernorm", "_forward_mlp")
+_OF_MOE_LAYERS = (
+    "forward", "shared_experts_compute", "preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess",
+)  # fmt: skip
+"""The methods between which the residual goes another way under `netmoe`."""
+
+
+def adds_up_otherwise(block: Any) -> str | None:
+    """Returns why a layer of a block does not add the residual to what its experts return, and nothing else; None: all
+    of its layers with MoE do, as Megatron's own.
+    """
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+
+    for layer in block.layers:
+        kind = type(layer).__name__
+        if getattr(layer, "hidden_dropout", 0.0):
+            return f"a {kind} has a hidden_dropout of {layer.hidden_dropout:g} of its own"
+        if not hasattr(getattr(layer, "mlp", None), "token_dispatcher"):
+            continue
+        if getattr(layer, "mlp_bda", None) is not get_bias_dropout_add:
+            return f"a {kind} has an mlp_bda of its own"
+        for module, names in ((layer, (*_OF_LAYERS, _after_mlp())), (layer.mlp, _OF_MOE_LAYERS)):
+            for name in names:
+                method = module.__dict__.get(name, getattr(type(module), name, None))
+                if method is not None and not str(method.__module__).startswith(_OURS_OR_MEGATRONS):
+                    return f"a {kind} has a {type(module).__name__}.{name} that is not Megatron's"
+    return None
+
+
+def block_adds_up_otherwise(moe_layers: Iterable[Any]) -> str | None:
+    """Returns what adds_up_otherwise says of the blocks of MoE layers."""
+    blocks = [of_layer() for layer in moe_layers if (of_layer := _blocks.get(layer)) is not None]
+    return next((why for one in dict.fromkeys(blocks) if (why := adds_up_otherwise(one)) is not None), None)
 
 
 _AUX_LOSS = (
@@ -179,17 +225,21 @@ def _let_samples_move(layer: Any) -> None:
     forward_mlp, post_mlp, shared_experts = layer._forward_mlp, getattr(layer, after_mlp), moe.shared_experts_compute
     balances, recomputes = balances_ranks(moe.router), moe.moe_layer_recompute
     replicated = holds_replicated_tokens(moe.config)
+    is_handed_over = False
 
     def handing_over(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_handed_over
         if balances and hidden_states.size(1) > 1:
             say_once("netmoe", "aux_loss", lambda: _AUX_LOSS)
         residual = split_over_tp(hidden_states, moe.tp_group) if replicated else hidden_states
         _dispatcher_of(layer).hand_over(residual, learn=layer.training)
         moe.moe_layer_recompute = False  # with the norm, below: its input goes along
+        is_handed_over = True
         try:
             return forward_mlp(hidden_states, *args, **kwargs)
         finally:
             moe.moe_layer_recompute = recomputes
+            is_handed_over = False
 
     @functools.wraps(forward_mlp)
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +253,7 @@ def _let_samples_move(layer: Any) -> None:
 
     @functools.wraps(post_mlp)
     def post(mlp_output_with_bias: tuple[torch.Tensor, Any], residual: torch.Tensor, *state: Any) -> torch.Tensor:
-        if _placement_of(layer) is not None:
+        if is_handed_over:
             output = mlp_output_with_bias[0]
             residual = output.new_zeros(()).expand_as(output)
         return post_mlp(mlp_output_with_bias, residual, *state)
@@ -211,7 +261,7 @@ def _let_samples_move(layer: Any) -> None:
     @functools.wraps(shared_experts)
     def beside(hidden_states: torch.Tensor) -> torch.Tensor | None:
         output = shared_experts(hidden_states)
-        if output is None or _placement_of(layer) is None:
+        if output is None or not is_handed_over:
             return output
         _dispatcher_of(layer).hand_over_beside(output)
         return None
@@ -234,6 +284,11 @@ class _Begin:
         order = placement.order
         given = dict(zip(_arguments_of(type(block)), args, strict=False)) | kwargs
         what = next((what for name, what in _OF_SAMPLES.items() if given.get(name) is not None), None)
+        if what is None:
+            unknown = (name for name, one in given.items() if name not in _ALIKE and _tensors(one))
+            what = next((f"{name} of {type(block).__name__}" for name in unknown), None)
+        if what is None and any(one.dim() == 4 and one.size(1) > 1 for one in _tensors(given.get("rotary_pos_emb"))):
+            what = "positions of each sample"
         if what is None and any(map(_replays_routing, block.layers)):
             what = "routing that is recorded or replayed"
         if what is None:
@@ -257,6 +312,20 @@ _OF_SAMPLES = {
     "extract_layer_indices": "hidden states that are returned of layers",
 }
 """Arguments of TransformerBlock.forward that belong to samples, and would have to move with them."""
+
+
+_ALIKE = frozenset({
+    "hidden_states", "attention_mask", "context_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin",
+    "rotary_pos_cos_sin", "sequence_len_offset", *_OF_SAMPLES,
+})  # fmt: skip
+"""Arguments that move by themselves, are looked at, or are alike for all samples. Any other that holds tensors may
+belong to samples.
+"""
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in a value, in lists, tuples and dictionaries too."""
+    return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
 
 
 @functools.cache
