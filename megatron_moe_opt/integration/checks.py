@@ -10,6 +10,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.ordered_experts import check_expert_order
 from megatron_moe_opt.integration.layer.overlapped_batches import overlaps_batches
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, keeps_from_splitting_rows
+from megatron_moe_opt.integration.sharded_weights import shards_weights
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
@@ -297,13 +298,13 @@ def check_telemetry(config: Any) -> None:
 
 
 def _check_system(system: System, config: Any, options: Options, arguments: Any) -> None:
-    for flag in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        if (system.calls_experts or system.moves_samples) and getattr(arguments, flag, False):
-            what = "experts" if system.calls_experts else "norms"
-            raise ConfigurationError(
-                f"--{flag.replace('_', '-')} takes weights out of their modules between uses, and {FLAG} {system.name} "
-                f"calls {what} in its own order: drop it, or use monta"
-            )
+    sharded = shards_weights(config, arguments)
+    if (system.calls_experts or system.moves_samples) and sharded is not None:
+        what = "experts" if system.calls_experts else "norms"
+        raise ConfigurationError(
+            f"{sharded} takes weights out of their modules between uses, and {FLAG} {system.name} calls {what} in its "
+            "own order: drop it, or use monta"
+        )
     if system.calls_experts and (getattr(config, "expert_gtp_weight_remat_size", 1) or 1) > 1:  # from 0.18 or 0.19 on
         raise ConfigurationError(
             "--expert-tensor-parallel-num-weight-shards cuts experts' weights, whose gradients are summed once a pass, "

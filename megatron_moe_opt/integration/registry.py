@@ -47,6 +47,7 @@ from megatron_moe_opt.integration.observe.reports import report_with_training_lo
 from megatron_moe_opt.integration.observe.telemetry import watch
 from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.seams import seam_moved
+from megatron_moe_opt.integration.sharded_weights import note_wrappers
 from megatron_moe_opt.integration.start_facts import facts_of_layer, named_dispatcher
 from megatron_moe_opt.integration.timeouts import follow_megatrons_timeouts
 from megatron_moe_opt.integration.training_arguments import before_validation
@@ -99,6 +100,7 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
     _wrap_post_init(TransformerConfig, stock)
     _wrap_moe_layer(MoELayer, PluggedTokenDispatcher)
     wrap_transformer_block()
+    note_wrappers(_check_wrapped)
     prioritize_expert_groups()
     follow_megatrons_timeouts()
     report_with_training_log()
@@ -242,6 +244,12 @@ def _check_again(config: Any, name: str) -> None:
             "of which ranks without a MoE layer know nothing: give it when the configuration is made"
         )
     check_config(config, name, _options, *made.whose)
+
+
+def _check_wrapped(config: Any) -> None:
+    """Refuses a wrapper of a model that the dispatcher of its MoE layers does not go with."""
+    if config.moe_token_dispatcher_type in dispatcher_names():
+        _check_again(config, config.moe_token_dispatcher_type)
 
 
 def _check_stock(config: Any, name: str) -> None:

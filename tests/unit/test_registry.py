@@ -10,9 +10,11 @@ import types
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+import torch
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -20,6 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError, sentence
 from megatron_moe_opt.integration import checks, registry
+from megatron_moe_opt.integration.auto import first_step
 from megatron_moe_opt.integration.layer.replicated_tokens import keeps_from_splitting_rows
 from megatron_moe_opt.options import Options, options_help
 from megatron_moe_opt.versions import megatron_is_before
@@ -278,6 +281,27 @@ def test_fully_sharded_weights_are_refused_where_modules_are_called_in_our_order
         config(name, **MOVES)
     for name in ("monta", "parm"):
         config(name)
+
+
+def test_a_model_that_is_given_to_such_a_wrapper_is_refused_without_megatron_lms_arguments(monkeypatch):
+    """As under Megatron-Bridge. The wrapper then runs into what this environment lacks, which is its own matter."""
+    monkeypatch.delitem(sys.modules, "megatron.training.global_vars", raising=False)
+
+    def wrapped(name: str) -> tuple[Exception, Any]:
+        layer = MoELayer.__new__(MoELayer)
+        torch.nn.Module.__init__(layer)
+        layer.config = config(name, **MOVES)
+        with pytest.raises(Exception) as caught:  # noqa: PT011 (of either)
+            FullyShardedDataParallel(layer.config, None, module=torch.nn.ModuleList([layer]))
+        return caught.value, layer.config
+
+    for name, what in (("expert-migration", "experts"), ("mpmoe", "experts"), ("netmoe", "norms")):
+        error, _ = wrapped(name)
+        assert isinstance(error, ConfigurationError) and f"{name} calls {what} in its own order: drop it" in str(error)
+    error, of_stock = wrapped("alltoall")
+    assert not isinstance(error, ConfigurationError)
+    assert "--use-megatron-fsdp" in first_step.refusal(of_stock, "mpmoe:4")  # as `auto` asks
+    assert first_step.refusal(of_stock, "monta:O1") is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""Wrappers that take weights out of their modules between uses.
+
+Where no arguments of Megatron-LM's loop tell of them, as in Megatron-Bridge or in a script of one's own, the first that
+is known of one is that a model is given to it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_moe_opt.integration.host.patching import when_imported
+
+WRAPPERS = {
+    "use_megatron_fsdp": ("megatron.core.distributed.fsdp.mcore_fsdp_adapter", "FullyShardedDataParallel"),
+    "use_torch_fsdp2": (
+        "megatron.core.distributed.torch_fully_sharded_data_parallel",
+        "TorchFullyShardedDataParallel",
+    ),
+}
+"""The flag of Megatron-LM's for each, its module and its class."""
+
+
+def shards_weights(config: Any, arguments: Any) -> str | None:
+    """Returns the flag of the wrapper of a model; None: no such wrapper is known of."""
+    return next(
+        (
+            f"--{flag.replace('_', '-')}"
+            for flag in WRAPPERS
+            if getattr(arguments, flag, False) or getattr(config, "_moe_opt_sharded_by", None) == flag
+        ),
+        None,
+    )
+
+
+def note_wrappers(check: Callable[[Any], None]) -> None:
+    """Notes in the configuration of MoE layers which wrapper their model is given to, and has `check` look at that
+    before the wrapper begins.
+    """
+    for flag, (module_name, class_name) in WRAPPERS.items():
+        when_imported(module_name, functools.partial(_wrap, flag=flag, class_name=class_name, check=check))
+
+
+def _wrap(module: ModuleType, flag: str, class_name: str, check: Callable[[Any], None]) -> None:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    wrapper = getattr(module, class_name, None)
+    stock_init = getattr(wrapper, "__init__", None)
+    if stock_init is None:
+        return
+
+    @functools.wraps(stock_init)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        models = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.nn.Module)]
+        for layer in (one for model in models for one in model.modules() if isinstance(one, MoELayer)):
+            layer.config._moe_opt_sharded_by = flag
+            check(layer.config)
+        stock_init(self, *args, **kwargs)
+
+    wrapper.__init__ = init
