@@ -6,6 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from megatron_moe_opt.errors import ConfigurationError
+
 _at_begin: list[Callable[[], None]] = []
 _at_end: dict[bool, list[Callable[[], None]]] = {True: [], False: []}
 """Functions to call at the end of a step, by whether weights were updated."""
@@ -43,8 +47,16 @@ def gradients_cleared() -> None:
 
 
 def step_ended(updated: bool, optimizer: Any = None) -> None:
-    """Calls what is to be called after a step of an optimizer, where it is known of which."""
+    """Calls what is to be called after a step of an optimizer, where it is known of which.
+
+    Raises a `ConfigurationError` in a capture of the step: none would be called when that is replayed.
+    """
     global _ending
+    if _at_end[updated] and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ConfigurationError(
+            "--optimizer-cuda-graph replays steps of the optimizer without a word to what follows them, as `auto`, "
+            "experts that travel and recordings of routing do: drop it"
+        )
     _ending = optimizer
     try:
         _call(_at_end[updated])

@@ -345,6 +345,14 @@ def test_a_step_that_the_optimizer_skips_counts_for_nothing(timed):
     assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
 
 
+def test_a_step_that_is_captured_ends_the_run(timed, monkeypatch):
+    """Where no arguments of Megatron-LM's tell of `--optimizer-cuda-graph` beforehand."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ConfigurationError, match="--optimizer-cuda-graph replays steps .* drop it"):
+        step_ended(True)
+
+
 def test_steps_of_another_model_count_for_nothing(timed):
     """A dense critic is such a model, whose optimizer steps more often."""
     controller, layer, now = timed
