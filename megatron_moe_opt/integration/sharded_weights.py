@@ -38,15 +38,15 @@ def shards_weights(config: Any, arguments: Any) -> str | None:
 
 
 def note_wrappers(check: Callable[[Any], None]) -> None:
-    """Notes in the configuration of MoE layers which wrapper their model is given to, and has `check` look at that
-    before the wrapper begins.
+    """Notes in the configurations of a model which wrapper it is given to, and has `check` look at those before the
+    wrapper begins.
     """
     for flag, (module_name, class_name) in WRAPPERS.items():
         when_imported(module_name, functools.partial(_wrap, flag=flag, class_name=class_name, check=check))
 
 
 def _wrap(module: ModuleType, flag: str, class_name: str, check: Callable[[Any], None]) -> None:
-    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     wrapper = getattr(module, class_name, None)
     stock_init = getattr(wrapper, "__init__", None)
@@ -56,9 +56,10 @@ def _wrap(module: ModuleType, flag: str, class_name: str, check: Callable[[Any],
     @functools.wraps(stock_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         models = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.nn.Module)]
-        for layer in (one for model in models for one in model.modules() if isinstance(one, MoELayer)):
-            layer.config._moe_opt_sharded_by = flag
-            check(layer.config)
+        configs = [getattr(module, "config", None) for model in models for module in model.modules()]
+        for config in {id(one): one for one in configs if isinstance(one, TransformerConfig)}.values():
+            config._moe_opt_sharded_by = flag  # on ranks without a MoE layer too: one of them may plan for all
+            check(config)
         stock_init(self, *args, **kwargs)
 
     wrapper.__init__ = init

@@ -345,6 +345,8 @@ def _stays(options: MigrationOptions, run: Run) -> str | None:
         return f"the network levels of this run have other numbers of workers: name them with {PREFIX}levels"
     if not options.experts_may_travel:
         return None
+    if run.called_by is not None:
+        return f"experts travel, and would be called without {run.called_by}, which is not Megatron's"
     if run.some_frozen:
         return "experts travel, and those of some layer are frozen on some of the ranks that share them, not on others"
     if run.dtypes:

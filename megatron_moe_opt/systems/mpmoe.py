@@ -338,6 +338,8 @@ _CANNOT: Mapping[str, Callable[[LayerOnCluster], str | None]] = {ROWS: lambda _:
 
 
 def _stays(options: Any, run: Run) -> str | None:
+    if run.called_by is not None:
+        return f"experts would be called without {run.called_by}, which is not Megatron's"
     if run.outside is not None:
         return (
             f"a trained tensor of shape {list(run.outside)} takes part in the experts without being a parameter of "

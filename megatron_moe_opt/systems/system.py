@@ -129,6 +129,8 @@ class Run:
     """Whether the experts of some layer are frozen on some of the ranks that share them, and not on others."""
     dtypes: tuple[str, ...] = ()
     """The dtypes of the parameters of some layer's experts, where these are several."""
+    called_by: str | None = None
+    """The method of a layer's own class that calls its experts; None: Megatron's does."""
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,7 @@ PLAIN, FROZEN = SeenExperts(), SeenExperts(trained=False)
     [
         ([[PLAIN], [PLAIN]], (), ""),
         ([[PLAIN], [SeenExperts(outside=(64,))]], MPMOE, "a trained tensor of shape [64] takes part in the experts"),
+        ([[PLAIN], [SeenExperts(called_by="Own.compute")]], (*MPMOE, TRAVELLING[-1]), "experts"),
         ([[PLAIN, SeenExperts(draw=True)], [PLAIN, PLAIN]], ("mpmoe:2:S1", "mpmoe:2:S2"), "computes activations of"),
         ([[PLAIN, PLAIN], [PLAIN, FROZEN]], TRAVELLING, "experts travel, and those of some layer are frozen"),
         ([[PLAIN], [SeenExperts(trained=False, group=4)]], (), ""),  # a stage, or other replicas of the experts
@@ -211,7 +212,17 @@ PLAIN, FROZEN = SeenExperts(), SeenExperts(trained=False)
         ([[SeenExperts(dtypes=("bf16",))], [SeenExperts(dtypes=("fp32",))]], TRAVELLING, "experts travel, and param"),
         ([[SeenExperts(dtypes=("bf16",)), SeenExperts(dtypes=("fp32",))]], (), ""),  # a message has those of a layer
     ],
-    ids=["nothing", "outside", "drawn", "frozen", "unlike groups", "frozen layer", "dtypes", "dtypes of layers"],
+    ids=[
+        "nothing",
+        "outside",
+        "own call",
+        "drawn",
+        "frozen",
+        "unlike groups",
+        "frozen layer",
+        "dtypes",
+        "dtypes of layers",
+    ],
 )
 def test_what_experts_of_one_rank_cannot_run_under_is_tried_on_none(planned, of_ranks, left_out, reason):
     controller = planned("monta:O2x2")

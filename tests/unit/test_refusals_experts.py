@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
@@ -166,6 +168,18 @@ def test_a_layer_without_the_experts_seam_is_refused():
         ConfigurationError, match="cannot plug into this megatron-core: MoELayer.routed_experts_compute"
     ):
         system_of("mpmoe").attach(layer, Options())
+
+
+@pytest.mark.parametrize(("name", "options"), [("mpmoe", {}), ("expert-migration", {"domain_sizes": (2,)})])
+def test_a_layer_whose_class_calls_experts_in_a_way_of_its_own_is_refused(name, options):
+    class Own(MoELayer):
+        def routed_experts_compute(self, hidden_states, probs):
+            return super().routed_experts_compute(2 * hidden_states, probs)
+
+    layer = Own.__new__(Own)
+    torch.nn.Module.__init__(layer)
+    with pytest.raises(ConfigurationError, match=r"Own\.routed_experts_compute is not Megatron's, and would not be"):
+        system_of(name).attach(layer, Options(**options))
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ class SeenExperts:
     """The dtypes of their parameters."""
     group: int = 0
     """The first of the ranks that share the layer's experts."""
+    called_by: str | None = None
+    """The method of the layer's own class that calls them; None: Megatron's."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,7 @@ def _run(config: Any, of_ranks: Sequence[Sequence[Seen]], samples_may_move: bool
         experts_draw=any(one.experts.draw for one in seen),
         some_frozen=_some_frozen(of_ranks),
         dtypes=_several_dtypes(of_ranks),
+        called_by=next((one.experts.called_by for one in seen if one.experts.called_by is not None), None),
     )
 
 

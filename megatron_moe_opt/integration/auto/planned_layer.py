@@ -91,7 +91,8 @@ class PlannedLayer:
         self._is_looking = False
         if not self.passes:
             return None
-        experts = self._experts.seen(self.groups.joint)
+        called_by = LayerSeam(self.layer).own_method(LayerSlot.EXPERTS)
+        experts = dataclasses.replace(self._experts.seen(self.groups.joint), called_by=called_by)
         return Seen(self.workload(), self.rows / self.passes, self.passes, (self.fewest, self.tokens), experts)
 
     def workload(self) -> LayerWorkload:

@@ -60,13 +60,13 @@ def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> Expe
 
 def migrate_experts(layer: Any, options: Options) -> None:
     """Lets the experts of a layer travel, unless every domain is a single rank. A collective call over its groups."""
+    seam = LayerSeam(layer)
+    stock = seam.stock(LayerSlot.EXPERTS) if options.experts_may_travel else None  # refused before any rank waits
     migrate, hooks = experts_to_migrate(layer, options)
     layer.token_dispatcher.dispatcher.take_experts(migrate)
-    if options.experts_may_travel:
-        seam, watched = LayerSeam(layer), WatchedExperts(layer, hooks)
-        seam.put(
-            LayerSlot.EXPERTS, functools.partial(_compute, weakref.proxy(layer), seam.stock(LayerSlot.EXPERTS), watched)
-        )
+    if stock is not None:
+        watched = WatchedExperts(layer, hooks)
+        seam.put(LayerSlot.EXPERTS, functools.partial(_compute, weakref.proxy(layer), stock, watched))
 
 
 def experts_to_migrate(layer: Any, options: Options) -> tuple[Migrate, list[RemovableHandle]]:

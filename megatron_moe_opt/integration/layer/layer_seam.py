@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.seams import seam_moved
 
 
@@ -37,7 +38,8 @@ class LayerSeam:
         """Returns Megatron's own method, to be called with the layer.
 
         Raises:
-            ConfigurationError: a Megatron whose layer has no such method, or one with other parameters.
+            ConfigurationError: a Megatron whose layer has no such method, or one with other parameters, or a layer
+                whose class has one of its own in the place of what is replaced.
         """
         method = getattr(type(self.layer), slot.value, None)
         if not isinstance(method, types.FunctionType):
@@ -45,7 +47,17 @@ class LayerSeam:
         parameters = list(inspect.signature(method).parameters)
         if parameters != _PARAMETERS.get(slot, parameters):
             raise seam_moved(f"MoELayer.{slot.value} does not take {', '.join(_PARAMETERS[slot][1:])}")
+        if slot in _PARAMETERS and (own := self.own_method(slot)) is not None:
+            raise ConfigurationError(
+                f"{own} is not Megatron's, and would not be called by a dispatcher that calls experts in its own "
+                "order: use monta or parm"
+            )
         return method
+
+    def own_method(self, slot: LayerSlot) -> str | None:
+        """Returns the method that the class of the layer has in the place of Megatron's; None: it has Megatron's."""
+        method = getattr(type(self.layer), slot.value)
+        return None if str(method.__module__).startswith("megatron.core.") else method.__qualname__
 
     def get(self, slot: LayerSlot) -> Callable[..., Any] | None:
         """Returns what was put there; None: the layer has Megatron's own."""
