@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto import first_step
 from megatron_moe_opt.integration.checks import check_config
+from megatron_moe_opt.integration.layer import expert_migration_layer
+from megatron_moe_opt.integration.layer.layer_seam import own_method
 from megatron_moe_opt.options import Options, split_options
 from megatron_moe_opt.systems import system_of
 from tests.unit.config_cases import config, refusal
@@ -180,6 +183,17 @@ def test_a_layer_whose_class_calls_experts_in_a_way_of_its_own_is_refused(name, 
     torch.nn.Module.__init__(layer)
     with pytest.raises(ConfigurationError, match=r"Own\.routed_experts_compute is not Megatron's, and would not be"):
         system_of(name).attach(layer, Options(**options))
+
+
+def test_what_is_ours_is_no_method_of_the_layers_own():
+    """As where experts travel, whose call is a partial function: `auto` looks at such layers when it plans anew."""
+    layer = MoELayer.__new__(MoELayer)
+    torch.nn.Module.__init__(layer)
+    for one in (expert_migration_layer._compute, functools.partial(expert_migration_layer._compute, layer)):
+        layer.routed_experts_compute = one
+        assert own_method(layer, "routed_experts_compute") is None
+    layer.routed_experts_compute = functools.partial(test_what_is_ours_is_no_method_of_the_layers_own)
+    assert own_method(layer, "routed_experts_compute") == "MoELayer.routed_experts_compute"
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,20 @@ _PARAMETERS = {LayerSlot.EXPERTS: ["self", "hidden_states", "probs"]}
 """The parameters of methods that are replaced, and not only wrapped."""
 
 
+_OURS_OR_MEGATRONS = ("megatron.core.", "megatron_moe_opt.")
+
+
+def own_method(module: Any, name: str) -> str | None:
+    """Returns the method of a module that is neither Megatron's nor put there by us, as Class.method; None: it has no
+    such method, or one of these.
+    """
+    method = getattr(module, name, None)
+    function = getattr(method, "func", method)  # of a partial
+    if method is None or str(function.__module__).startswith(_OURS_OR_MEGATRONS):
+        return None
+    return f"{type(module).__name__}.{name}"
+
+
 @dataclass(frozen=True)
 class LayerSeam:
     """The slots of one layer, which keeps what is put into them."""
@@ -47,17 +61,12 @@ class LayerSeam:
         parameters = list(inspect.signature(method).parameters)
         if parameters != _PARAMETERS.get(slot, parameters):
             raise seam_moved(f"MoELayer.{slot.value} does not take {', '.join(_PARAMETERS[slot][1:])}")
-        if slot in _PARAMETERS and (own := self.own_method(slot)) is not None:
+        if slot in _PARAMETERS and (own := own_method(self.layer, slot.value)) is not None:
             raise ConfigurationError(
                 f"{own} is not Megatron's, and would not be called by a dispatcher that calls experts in its own "
                 "order: use monta or parm"
             )
         return method
-
-    def own_method(self, slot: LayerSlot) -> str | None:
-        """Returns the method that the class of the layer has in the place of Megatron's; None: it has Megatron's."""
-        method = getattr(type(self.layer), slot.value)
-        return None if str(method.__module__).startswith("megatron.core.") else method.__qualname__
 
     def get(self, slot: LayerSlot) -> Callable[..., Any] | None:
         """Returns what was put there; None: the layer has Megatron's own."""

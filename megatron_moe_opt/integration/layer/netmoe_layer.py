@@ -14,7 +14,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder, in_this_pass
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.layer.layer_seam import own_method
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, split_over_tp
 from megatron_moe_opt.integration.observe.netmoe_report import watch
 from megatron_moe_opt.integration.seams import seam_moved
@@ -166,7 +167,6 @@ def _normalise(layer: weakref.ref[Any], rows: torch.Tensor) -> torch.Tensor:
     return layer().pre_mlp_layernorm(rows)
 
 
-_OURS_OR_MEGATRONS = ("megatron.core.", "megatron_moe_opt.")
 _OF_LAYERS = ("forward", "_forward_pre_mlp_layernorm", "_forward_mlp")
 _OF_MOE_LAYERS = (
     "forward", "shared_experts_compute", "preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess",
@@ -190,9 +190,8 @@ def adds_up_otherwise(block: Any) -> str | None:
             return f"a {kind} has an mlp_bda of its own"
         for module, names in ((layer, (*_OF_LAYERS, _after_mlp())), (layer.mlp, _OF_MOE_LAYERS)):
             for name in names:
-                method = module.__dict__.get(name, getattr(type(module), name, None))
-                if method is not None and not str(method.__module__).startswith(_OURS_OR_MEGATRONS):
-                    return f"a {kind} has a {type(module).__name__}.{name} that is not Megatron's"
+                if (own := own_method(module, name)) is not None:
+                    return f"a {kind} has a {own} that is not Megatron's"
     return None
 
 
@@ -283,14 +282,7 @@ class _Begin:
             return  # another dispatcher's turn
         order = placement.order
         given = dict(zip(_arguments_of(type(block)), args, strict=False)) | kwargs
-        what = next((what for name, what in _OF_SAMPLES.items() if given.get(name) is not None), None)
-        if what is None:
-            unknown = (name for name, one in given.items() if name not in _ALIKE and _tensors(one))
-            what = next((f"{name} of {type(block).__name__}" for name in unknown), None)
-        if what is None and any(one.dim() == 4 and one.size(1) > 1 for one in _tensors(given.get("rotary_pos_emb"))):
-            what = "positions of each sample"
-        if what is None and any(map(_replays_routing, block.layers)):
-            what = "routing that is recorded or replayed"
+        what = _of_samples(block, given)
         if what is None:
             order.begin(self.masks.unlike(given.get("attention_mask")))
         elif order.stays_home:
@@ -321,6 +313,21 @@ _ALIKE = frozenset({
 """Arguments that move by themselves, are looked at, or are alike for all samples. Any other that holds tensors may
 belong to samples.
 """
+
+
+def _of_samples(block: Any, given: Mapping[str, Any]) -> str | None:
+    """Returns what in a pass of a block belongs to samples and would not move with them; None: nothing."""
+    for name, what in _OF_SAMPLES.items():
+        if given.get(name) is not None:
+            return what
+    for name, one in given.items():
+        if name not in _ALIKE and _tensors(one):
+            return f"{name} of {type(block).__name__}"
+    if any(one.dim() == 4 and one.size(1) > 1 for one in _tensors(given.get("rotary_pos_emb"))):
+        return "positions of each sample"
+    if any(map(_replays_routing, block.layers)):
+        return "routing that is recorded or replayed"
+    return None
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
