@@ -22,7 +22,7 @@ from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS, PartitionedLayer, costs_of
-from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.schedules.issue_order import in_issue_order
 from megatron_moe_opt.schedules.mpmoe import NONE, backward, forward
 from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
@@ -78,15 +78,14 @@ def _gathered(schedule: Schedule, gather: Op, costs: Cost, layer: LayerOnCluster
     """Returns the schedule with the op `gather` behind each partition's last op; ops of a lane in the order
     in which they could begin.
     """
-    cluster = layer.cluster
-    spans = simulate(schedule, costs, cluster.slowdown, cluster.one_queue).spans
+    spans = layer.cluster.simulate(schedule, costs).spans
     ops = [(span.start, index, span.op) for index, span in enumerate(spans)]
     for chunk, last in {op.chunk: index for index, op in enumerate(schedule.ops)}.items():
         ops.append((spans[last].end, len(ops), replace(gather, chunk=chunk, waits_for=(last,))))
     ops.sort(key=itemgetter(0, 1))
     place = {index: new for new, (_, index, _) in enumerate(ops)}
-    moved = (replace(op, waits_for=tuple(place[other] for other in op.waits_for)) for *_, op in ops)
-    return replace(schedule, ops=tuple(moved))
+    moved = [replace(op, waits_for=tuple(place[other] for other in op.waits_for)) for *_, op in ops]
+    return replace(schedule, ops=in_issue_order(moved)[1])
 
 
 def chunked(schedule: Schedule, chunks: int) -> Schedule:
@@ -104,7 +103,7 @@ def chunked(schedule: Schedule, chunks: int) -> Schedule:
             is_chunk = counts[other] == counts[index] and schedule.ops[other].chunk == op.chunk
             waits.append(place[other, number if is_chunk else counts[other] - 1])
         ops.append(replace(op, size=-(-op.size // counts[index]), waits_for=tuple(waits)))
-    return replace(schedule, ops=tuple(ops))
+    return replace(schedule, ops=in_issue_order(ops)[1])
 
 
 def with_shared(schedule: Schedule, size: int) -> Schedule:
@@ -112,7 +111,7 @@ def with_shared(schedule: Schedule, size: int) -> Schedule:
     call = next(op for op in schedule.ops if op.kind in COMPUTES)
     half = replace(call, size=size // 2, waits_for=(), group=_SHARED)
     moved = (replace(op, waits_for=tuple(other + 1 for other in op.waits_for)) for op in schedule.ops)
-    return replace(schedule, ops=(half, *moved, half))
+    return replace(schedule, ops=in_issue_order([half, *moved, half])[1])
 
 
 def least(layer: LayerOnCluster, way: str, build: Builder, edge: bool, costs: Cost | None = None) -> float:

@@ -20,8 +20,8 @@ using ActionPtr = std::shared_ptr<pipeline::Action>;
 
 constexpr int64_t kMostLanes = 64;
 
-// (lane, ops it waits for, actions)
-using OpTuple = std::tuple<int, std::vector<int>, std::vector<ActionPtr>>;
+// (lane, ops it waits for, actions, ops that are issued halfway through it)
+using OpTuple = std::tuple<int, std::vector<int>, std::vector<ActionPtr>, int>;
 using FailureTuple = std::tuple<int, int, std::string>;  // op, peer, reason
 using SpanTuples = std::vector<std::pair<double, double>>;
 
@@ -32,9 +32,9 @@ std::pair<std::optional<FailureTuple>, SpanTuples> run_ops(const std::shared_ptr
   check(runner != nullptr, "the executor is None");
   std::vector<pipeline::Op> ops;
   ops.reserve(tuples.size());
-  for (const auto& [lane, waits_for, actions] : tuples) {
+  for (const auto& [lane, waits_for, actions, meanwhile] : tuples) {
     for (const ActionPtr& action : actions) check(action != nullptr, "an op's action is None");
-    ops.push_back({lane, waits_for, actions});
+    ops.push_back({lane, waits_for, actions, meanwhile});
   }
   std::vector<pipeline::Span> spans;
   std::optional<pipeline::Failure> failure;
@@ -68,7 +68,8 @@ void bind_executor(py::module_& m) {
       .def(py::init([](const std::vector<int>& priorities) {
         return std::make_shared<pipeline::StreamExecutor>(pipeline::cuda_streams(priorities));
       }))
-      .def("run", run_ops<pipeline::StreamExecutor>);
+      .def("run", run_ops<pipeline::StreamExecutor>)
+      .def("issue_meanwhile", &pipeline::StreamExecutor::issue_meanwhile, NoGil());
   define(m, "new_cuda_stream",
          [](int priority) { return reinterpret_cast<intptr_t>(pipeline::new_cuda_stream(priority)); });
 #endif

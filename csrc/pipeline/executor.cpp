@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+
 namespace moe_opt {
 namespace pipeline {
 
@@ -48,6 +50,26 @@ struct Executor::Run {
   }
 };
 
+namespace {
+
+void check_meanwhile(const std::vector<Op>& ops, int i) {
+  const int meanwhile = ops[i].meanwhile, behind = static_cast<int>(ops.size()) - i - 1;
+  if (meanwhile < 0 || meanwhile > behind) {
+    throw std::invalid_argument(std::to_string(meanwhile) + " ops are to be issued halfway through op " +
+                                std::to_string(i) + ", which has " + std::to_string(behind) + " behind it");
+  }
+  for (int other = i + 1; other <= i + meanwhile; ++other) {
+    const std::vector<int>& before = ops[other].waits_for;
+    if (ops[other].lane == ops[i].lane || ops[other].meanwhile > 0 ||
+        std::find(before.begin(), before.end(), i) != before.end()) {
+      throw std::invalid_argument("op " + std::to_string(other) + " cannot be issued halfway through op " +
+                                  std::to_string(i) + ": it is in its lane, waits for it or is halved itself");
+    }
+  }
+}
+
+}  // namespace
+
 void check_ops(const std::vector<Op>& ops, int num_lanes) {
   for (int i = 0; i < static_cast<int>(ops.size()); ++i) {
     if (ops[i].lane < 0 || ops[i].lane >= num_lanes) {
@@ -60,6 +82,7 @@ void check_ops(const std::vector<Op>& ops, int num_lanes) {
                                     ", which does not come before it");
       }
     }
+    check_meanwhile(ops, i);
   }
 }
 

@@ -36,6 +36,7 @@ struct Op {
   int lane;                                      // 0 <= lane < number of lanes
   std::vector<int> waits_for;                    // earlier ops
   std::vector<std::shared_ptr<Action>> actions;  // one after another
+  int meanwhile = 0;                             // the ops behind it that a stream executor issues halfway through it
 };
 
 // What a lane says when an action throws. `peer`: the rank of the group that failed, -1 if unknown.
@@ -102,7 +103,8 @@ class Executor {
   std::atomic<int> process_;  // that has the threads of lanes_: they do not outlive a fork
 };
 
-// Throws std::invalid_argument for ops that no executor can run.
+// Throws std::invalid_argument for ops that no executor can run: see Executor::run. What is issued halfway through an
+// op is in other lanes, and does not wait for it.
 void check_ops(const std::vector<Op>& ops, int num_lanes);
 
 }  // namespace pipeline

@@ -5,25 +5,30 @@
 
 namespace moe_opt {
 namespace pipeline {
-namespace {
 
 // One run.
-class Issue {
+class StreamExecutor::Issue {
  public:
-  Issue(Streams& streams, const std::vector<Op>& ops, int caller_lane, bool timed)
-      : streams_(streams),
+  Issue(StreamExecutor& executor, const std::vector<Op>& ops, int caller_lane, bool timed)
+      : executor_(executor),
+        streams_(*executor.streams_),
         ops_(ops),
         caller_lane_(caller_lane),
-        caller_(streams.current()),
-        begin_(streams.record(caller_, timed)),
+        caller_(streams_.current()),
+        begin_(streams_.record(caller_, timed)),
         timed_(timed),
-        last_op_(streams.num_lanes(), -1),
+        last_op_(streams_.num_lanes(), -1),
         issued_(ops.size()),
         start_(ops.size()),
-        end_(ops.size()) {}
+        end_(ops.size()) {
+    executor_.issue_ = this;
+  }
+  ~Issue() { executor_.issue_ = nullptr; }
+  Issue(const Issue&) = delete;
+  Issue& operator=(const Issue&) = delete;
 
   std::optional<Failure> issue_all() {
-    for (size_t i = 0; i < ops_.size() && !failure_; ++i) issue(static_cast<int>(i));
+    issue_until(ops_.size());
     std::vector<int> last;
     for (const int op : last_op_) {
       if (op >= 0) last.push_back(op);
@@ -36,6 +41,8 @@ class Issue {
     }
     return failure_;
   }
+
+  void issue_meanwhile() { issue_until(halfway_until_); }
 
   std::vector<Span> spans() {
     streams_.synchronize(caller_);
@@ -50,8 +57,13 @@ class Issue {
   }
 
  private:
+  void issue_until(size_t end) {
+    while (next_ < end && !failure_) issue(static_cast<int>(next_++));
+  }
+
   void issue(int i) {
     const Op& op = ops_[i];
+    halfway_until_ = next_ + op.meanwhile;
     const Stream stream = stream_of(op.lane);
     int& last = last_op_[op.lane];
     if (last >= 0) {
@@ -103,28 +115,33 @@ class Issue {
     }
   }
 
+  StreamExecutor& executor_;
   Streams& streams_;
   const std::vector<Op>& ops_;
   const int caller_lane_;
   const Stream caller_;
   const std::unique_ptr<Event> begin_;
   const bool timed_;
+  size_t next_ = 0;                             // the op that comes next
+  size_t halfway_until_ = 0;                    // the op behind those that are issued halfway through the last one
   std::vector<int> last_op_;                    // of each lane, -1: none yet
   std::vector<std::unique_ptr<Event>> issued_;  // of each op: behind what it has queued on its stream
   std::vector<std::unique_ptr<Event>> start_, end_;
   std::optional<Failure> failure_;
 };
 
-}  // namespace
-
 std::optional<Failure> StreamExecutor::run(const std::vector<Op>& ops, int caller_lane, std::vector<Span>* spans) {
   check_ops(ops, streams_->num_lanes());
   Inside::refuse(this);
   const Inside inside(this);
-  Issue issue(*streams_, ops, caller_lane, spans != nullptr);
+  Issue issue(*this, ops, caller_lane, spans != nullptr);
   const std::optional<Failure> failure = issue.issue_all();
   if (spans != nullptr) *spans = issue.spans();
   return failure;
+}
+
+void StreamExecutor::issue_meanwhile() {
+  if (issue_ != nullptr) issue_->issue_meanwhile();
 }
 
 }  // namespace pipeline

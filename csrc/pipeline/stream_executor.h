@@ -1,4 +1,5 @@
 // The executor on an accelerator: a stream a lane, events between them. The host only issues, in the order of the ops.
+// An op of several kernels, as experts are, may say when it has issued half of them: then come those of `meanwhile`.
 //
 // A collective is left running by the op that issues it, on a stream of its process group. Whoever needs it waits just
 // before its own work: the next op of the lane, an op of another lane that waits for this one, and the caller's stream
@@ -24,8 +25,15 @@ class StreamExecutor {
   // `spans` it also waits for the device.
   std::optional<Failure> run(const std::vector<Op>& ops, int caller_lane, std::vector<Span>* spans);
 
+  // For an action, in whichever thread: issues what is to be issued halfway through its op, or nothing if that has
+  // been. Where no action of the op asks for it, it follows behind the op.
+  void issue_meanwhile();
+
  private:
+  class Issue;
+
   std::unique_ptr<Streams> streams_;
+  Issue* issue_ = nullptr;  // the run under way
 };
 
 }  // namespace pipeline

@@ -5,12 +5,16 @@ that waits holds up all that is issued after it, in whichever lane: nothing shou
 than itself. When ops start depends on how long they take. All ranks must issue alike, or two of them could wait for
 each other in two process groups: so what an op takes is a guess by its kind and lane, whatever this rank's bytes. There
 are several guesses, and the order is one that is good with each of them.
+
+Experts are several kernels, each of which waits for the one before it and holds up what was issued behind it. So they
+are issued in two halves, and what can begin halfway through them is issued in between.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
@@ -31,11 +35,13 @@ SECONDS = {
 _INSIDE_NODES, _COPIES, _EXPERTS, _HOST_COPIES = (0.25, 1.0), (0.02, 0.3), (0.25, 5.0), (0.25, 2.0)
 """The times, against those of a collective between nodes, that the other guesses have: little and much of each."""
 EXPERT_KERNELS = 4
-"""The kernels that experts of one partition are taken for. Each waits for the one before it, and holds up what is
-issued behind it: that can begin when the last of them does.
+"""The kernels that experts of one partition are taken for. What is issued behind some can begin when the last of them
+does.
 """
-HELD = dict.fromkeys((Kind.COMPUTE, Kind.GRADIENT), 1 - 1 / EXPERT_KERNELS)
-"""The part of an op's time for which it holds up what is issued behind it; 0 where it is one kernel."""
+HALVED = frozenset({Kind.COMPUTE, Kind.GRADIENT})
+"""The kinds of ops that are experts, and are issued in two halves."""
+HELD = 1 - 2 / EXPERT_KERNELS
+"""The part of a half's time for which it holds up what is issued behind it."""
 _FIRST_COUNTS = 1.2
 """How much worse the other guesses may come out than the first."""
 _SQUARINGS = 5
@@ -47,19 +53,32 @@ _Times = npt.NDArray[np.float64]
 """The time that each op takes by each guess, [ops, guesses]."""
 
 
-def issue_order(ops: Sequence[Op]) -> tuple[int, ...]:
-    """Returns indexes of ops in an order that holds up few of them on one queue; those of a lane keep theirs.
+def in_issue_order(ops: Sequence[Op]) -> tuple[list[int], tuple[Op, ...]]:
+    """Returns indexes of ops in an order that holds up few of them on one queue, in which those of a lane keep theirs;
+    and the ops in that order, with what each leaves room for halfway.
 
     Args:
         ops: each after those it waits for.
     """
-    return _order(tuple((op.lane, op.kind, op.waits_for) for op in ops))
+    halves = _order(tuple((op.lane, op.kind, op.waits_for) for op in ops))
+    order = list(dict.fromkeys(halves))
+    place = {index: number for number, index in enumerate(order)}
+    ends = {index: number for number, index in enumerate(halves)}
+    ordered = [
+        replace(
+            ops[index],
+            waits_for=tuple(place[other] for other in ops[index].waits_for),
+            meanwhile=max(ends[index] - halves.index(index) - 1, 0),
+        )
+        for index in order
+    ]
+    return order, tuple(ordered)
 
 
 @lru_cache(maxsize=1024)
 def _order(ops: tuple[_Shape, ...]) -> tuple[int, ...]:
-    """Returns the order that takes, one after another, the op after which the whole would end soonest, by the guess
-    that it suits least above all.
+    """Returns the order that takes, one after another, the op or half of one after which the whole would end soonest,
+    by the guess that it suits least above all. What is issued in halves is in it twice.
 
     Nothing begins before what was issued before it, nor before the last kernel of that. So once an op is issued, the
     next ops of all lanes begin no sooner, and the whole ends no sooner than what comes after each takes. What is
@@ -68,8 +87,11 @@ def _order(ops: tuple[_Shape, ...]) -> tuple[int, ...]:
     """
     if not ops:
         return ()
+    ops, whose = _with_halves(ops)
     seconds = np.array([_guesses(lane, kind) for lane, kind, _ in ops])
-    held = seconds * np.array([[HELD.get(kind, 0.0)] for _, kind, _ in ops])
+    halves = np.array([[kind in HALVED] for _, kind, _ in ops])
+    seconds = np.where(halves, seconds / 2, seconds)
+    held = np.where(halves, HELD * seconds, 0.0)
     starts, left = _on_many_queues(ops, seconds)
     whole = (starts + left).max(axis=0)
     weights = np.ones(len(whole))
@@ -103,7 +125,22 @@ def _order(ops: tuple[_Shape, ...]) -> tuple[int, ...]:
         lane.pop()
         if lane:
             starts[lane[-1]] = np.maximum(starts[lane[-1]], starts[best] + seconds[best])
-    return tuple(order)
+    return tuple(whose[one] for one in order)
+
+
+def _with_halves(ops: Sequence[_Shape]) -> tuple[list[_Shape], list[int]]:
+    """Returns the ops, two in the place of each that is issued in halves, and of each the index that it had."""
+    halved: list[_Shape] = []
+    whose: list[int] = []
+    last: list[int] = []
+    for index, (lane, kind, waits_for) in enumerate(ops):
+        halved.append((lane, kind, tuple(last[other] for other in waits_for)))
+        whose.append(index)
+        if kind in HALVED:
+            halved.append((lane, kind, (len(halved) - 1,)))
+            whose.append(index)
+        last.append(len(halved) - 1)
+    return halved, whose
 
 
 @lru_cache

@@ -7,12 +7,12 @@ NAME.SLOT holds rows of one chunk at a time, NAME those of all chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Protocol
 
-from megatron_moe_opt.schedules.issue_order import issue_order
+from megatron_moe_opt.schedules.issue_order import in_issue_order
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure, Op, Outline, Schedule, ScheduleError
 
 
@@ -136,11 +136,8 @@ class Pipeline:
 
     def outline(self, name: str) -> Outline:
         """Returns what was added, in the order in which to issue it."""
-        order = issue_order(self._ops)
-        place = {old: new for new, old in enumerate(order)}
-        ops = [replace(op, waits_for=tuple(place[other] for other in op.waits_for)) for op in self._ops]
-        schedule = Schedule(name, tuple(ops[old] for old in order), self._inputs)
-        return Outline(schedule, tuple(self._measures[old] for old in order))
+        order, ops = in_issue_order(self._ops)
+        return Outline(Schedule(name, ops, self._inputs), tuple(self._measures[index] for index in order))
 
 
 def chunk_by_chunk(name: str, source: str, stages: Sequence[Stage], num_chunks: int, ahead: int = 0) -> Outline:

@@ -77,6 +77,8 @@ class Op:
     writes: tuple[str, ...] = ()
     group: str | None = None
     """The role of a collective's process group, such as "ep" or "expert-tp"; None: the op is no collective."""
+    meanwhile: int = 0
+    """How many of the ops behind it are issued halfway through it, on a GPU: see issue_order.py."""
 
     def __str__(self) -> str:
         return f"{self.kind.value} of chunk {self.chunk}"
@@ -122,7 +124,17 @@ class Outline:
         """Returns the schedule of what moves of each chunk: ChunkBytes, HopBytes, whatever the measures take."""
         # Not replace(), which looks up fields each time: a planner does this by the hundred thousand.
         ops = [
-            Op(op.kind, op.lane, op.chunk, size(chunks[op.chunk]), op.waits_for, op.reads, op.writes, op.group)
+            Op(
+                op.kind,
+                op.lane,
+                op.chunk,
+                size(chunks[op.chunk]),
+                op.waits_for,
+                op.reads,
+                op.writes,
+                op.group,
+                op.meanwhile,
+            )
             for op, size in zip(self.schedule.ops, self.measures, strict=True)
         ]
         return Schedule(self.schedule.name, tuple(ops), self.schedule.inputs)

@@ -62,18 +62,30 @@ class CalledStreams : public Streams {
   const int num_lanes_;
 };
 
+thread_local StreamExecutor* running = nullptr;
+
+// The executor that runs as long as this lives.
+struct Running {
+  explicit Running(StreamExecutor* executor) : before(running) { running = executor; }
+  ~Running() { running = before; }
+  StreamExecutor* before;
+};
+
 }  // namespace
+
+// As StreamExecutor's, of the run that this thread is in.
+extern "C" __attribute__((visibility("default"))) void issue_meanwhile() {
+  if (running != nullptr) running->issue_meanwhile();
+}
 
 // Runs ops on lanes 0 to num_lanes - 1; waits holds those of all ops one after another. Returns -1, or the op that
 // failed, or -2 where the ops are refused; `reason` then says why. `spans`, of two numbers an op, may be null.
-extern "C" __attribute__((visibility("default"))) int run_on_streams(const Functions* functions, int num_lanes,
-                                                                     int num_ops, const int* lane_of,
-                                                                     const int* num_waits, const int* waits,
-                                                                     const int* num_actions, int caller_lane,
-                                                                     double* spans, char* reason, int reason_size) {
+extern "C" __attribute__((visibility("default"))) int run_on_streams(
+    const Functions* functions, int num_lanes, int num_ops, const int* lane_of, const int* num_waits, const int* waits,
+    const int* num_actions, const int* meanwhile, int caller_lane, double* spans, char* reason, int reason_size) {
   std::vector<Op> ops;
   for (int i = 0; i < num_ops; ++i) {
-    Op op{lane_of[i], std::vector<int>(waits, waits + num_waits[i]), {}};
+    Op op{lane_of[i], std::vector<int>(waits, waits + num_waits[i]), {}, meanwhile[i]};
     waits += num_waits[i];
     for (int action = 0; action < num_actions[i]; ++action) {
       op.actions.push_back(std::make_shared<NumberedAction>(i, action));
@@ -83,6 +95,7 @@ extern "C" __attribute__((visibility("default"))) int run_on_streams(const Funct
   const auto say = [&](const std::string& text) { std::strncpy(reason, text.c_str(), reason_size - 1); };
   try {
     StreamExecutor executor(std::make_unique<CalledStreams>(*functions, num_lanes));
+    const Running this_one(&executor);
     std::vector<Span> times;
     const auto failure = executor.run(ops, caller_lane, spans == nullptr ? nullptr : &times);
     for (size_t i = 0; i < times.size(); ++i) spans[2 * i] = times[i].start, spans[2 * i + 1] = times[i].end;

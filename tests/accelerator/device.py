@@ -55,6 +55,7 @@ class Accelerator:
         mistakes: races, and memory given back too early.
         syncs: where the host waited for the device.
         used: places in the package that order streams.
+        issued_halfway: of each run that left something to be issued halfway through experts, the ops that were.
     """
 
     def __init__(self, without: str | None = None) -> None:
@@ -62,6 +63,7 @@ class Accelerator:
         self.memory = Memory(self.streams)
         self.watch = Watch(self.streams, self.memory)
         self.communicators = Communicators(self.watch)
+        self.issued_halfway: list[int] = []
 
     @property
     def mistakes(self) -> list[str]:
@@ -336,8 +338,10 @@ class _Runner:
     """_C.StreamExecutor, its issuing logic on this accelerator's streams."""
 
     def __init__(self, found: Accelerator, library: Path) -> None:
-        self._found, self._run = found, ctypes.CDLL(str(library)).run_on_streams
+        self._found, self._library = found, ctypes.CDLL(str(library))
         self._lanes: list[Actor] = []
+        self._begun = 0
+        """The ops that were issued, of all runs."""
 
     def run(self, ops: Sequence[Any], caller_lane: int, record: bool) -> tuple[tuple[int, int, str] | None, list[Any]]:
         """Does what Executor.run of the extension does."""
@@ -347,6 +351,8 @@ class _Runner:
         events: list[Clock] = []
         recorded: list[float] = []
         raised: list[BaseException] = []
+        if any(meanwhile for *_, meanwhile in ops):
+            self._found.issued_halfway.append(0)
 
         def actor(number: int) -> Actor:
             return caller if number < 0 else self._lanes[number]
@@ -361,6 +367,7 @@ class _Runner:
             streams.order(actor(stream), events[event])
 
         def enqueue(stream: int, op: int, action: int) -> int:
+            self._begun += action == 0
             try:
                 with streams.on(actor(stream)):
                     ops[op][2][action].run()
@@ -381,7 +388,14 @@ class _Runner:
             "synchronize": lambda stream: streams.order(streams.host, actor(stream).clock),
             "seconds": lambda first, second: recorded[second] - recorded[first],
         }  # fmt: skip
-        failure, times = run_on_streams(self._run, functions, len(self._lanes), ops, caller_lane, record)
+        failure, times = run_on_streams(self._library, functions, len(self._lanes), ops, caller_lane, record)
         if raised:
             raise raised[0]
         return None if failure is None else (failure[0], -1, failure[1]), times
+
+    def issue_meanwhile(self) -> None:
+        """Does what StreamExecutor.issue_meanwhile of the extension does."""
+        before = self._begun
+        self._library.issue_meanwhile()
+        if self._begun > before:
+            self._found.issued_halfway[-1] += self._begun - before

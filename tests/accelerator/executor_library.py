@@ -79,18 +79,23 @@ class SoftwareExecutor:
     """Runs ops on a device in software, as StreamExecutor does on CUDA."""
 
     def __init__(self, library: Path, num_lanes: int) -> None:
-        self._run = ctypes.CDLL(str(library)).run_on_streams
+        self._library = ctypes.CDLL(str(library))
         self._num_lanes = num_lanes
+
+    def issue_meanwhile(self) -> None:
+        """Does what StreamExecutor.issue_meanwhile does, for an action."""
+        self._library.issue_meanwhile()
 
     def issue(
         self,
         device: Device,
-        ops: Sequence[tuple[int, Sequence[int], Sequence[Callable[[], Work]]]],
+        ops: Sequence[tuple[int, Sequence[int], Sequence[Callable[[], Work]], int]],
         caller_lane: int,
         record: bool = False,
         adversary: Adversary | None = None,
     ) -> tuple[tuple[int, str] | None, list[tuple[float, float]]]:
-        """Puts (lane, waits for, actions) of each op on the device; what failed, and with `record` the virtual times.
+        """Puts (lane, waits for, actions, issued halfway) of each op on the device; what failed, and with `record` the
+        virtual times.
 
         Args:
             ops: an action is called when the executor issues it.
@@ -140,31 +145,32 @@ class SoftwareExecutor:
             "current": lambda: CALLER, "record": record_event, "wait": wait, "enqueue": enqueue, "join": join,
             "synchronize": synchronize, "seconds": seconds,
         }  # fmt: skip
-        return run_on_streams(self._run, functions, self._num_lanes, ops, caller_lane, record)
+        return run_on_streams(self._library, functions, self._num_lanes, ops, caller_lane, record)
 
 
 def run_on_streams(
-    run: Callable[..., int],
+    library: ctypes.CDLL,
     functions: Mapping[str, Callable[..., Any]],
     num_lanes: int,
-    ops: Sequence[tuple[int, Sequence[int], Sequence[Any]]],
+    ops: Sequence[tuple[int, Sequence[int], Sequence[Any], int]],
     caller_lane: int,
     record: bool,
 ) -> tuple[tuple[int, str] | None, list[tuple[float, float]]]:
-    """Has the executor issue (lane, waits for, actions) of each op; what failed, and with `record` the times.
+    """Has the executor issue (lane, waits for, actions, issued halfway) of each op; what failed, and with `record` the
+    times.
 
     Args:
-        run: of the library.
         functions: an accelerator's, by their names in Streams. Actions are named by the numbers of op and action.
     """
     called = _Functions(*(signature(functions[name]) for name, signature in _SIGNATURES.items()))
-    waits = list(chain.from_iterable(waits for _, waits, _ in ops))
+    lanes, waits_for, actions, meanwhile = zip(*ops, strict=True) if ops else ((), (), (), ())
+    waits = list(chain.from_iterable(waits_for))
     spans = (_double * (2 * len(ops)))()
     reason = ctypes.create_string_buffer(400)
-    failed = run(
-        ctypes.byref(called), num_lanes, len(ops), _array([lane for lane, _, _ in ops]),
-        _array([len(waits) for _, waits, _ in ops]), _array(waits), _array([len(actions) for _, _, actions in ops]),
-        caller_lane, spans if record else None, reason, len(reason),
+    failed = library.run_on_streams(
+        ctypes.byref(called), num_lanes, len(ops), _array(lanes), _array([len(of_op) for of_op in waits_for]),
+        _array(waits), _array([len(of_op) for of_op in actions]), _array(meanwhile), caller_lane,
+        spans if record else None, reason, len(reason),
     )  # fmt: skip
     if failed == -2:
         raise Refused(reason.value.decode())

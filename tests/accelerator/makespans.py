@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from megatron_moe_opt.schedules.issue_order import EXPERT_KERNELS, HELD, SECONDS, _guesses
+from megatron_moe_opt.schedules.issue_order import EXPERT_KERNELS, HALVED, SECONDS, _guesses
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from tests.accelerator.all_schedules import COUNTS, all_schedules
 from tests.accelerator.executor_library import SoftwareExecutor, Work, build
@@ -23,13 +23,13 @@ LANES = tuple(lane for lane in Lane if lane is not Lane.EXPERTS)
 
 
 def nominal(op: Op) -> float:
-    """Returns what `issue_order` takes an op for: a collective 1, a copy 0.1, experts 2."""
+    """Returns what the order of issue takes an op for: a collective 1, a copy 0.1, experts 2."""
     return SECONDS.get(op.kind, 1.0)
 
 
 def kernels(op: Op) -> int:
     """Returns the kernels of an op, one behind the other on its stream."""
-    return EXPERT_KERNELS if op.kind in HELD else 1
+    return EXPERT_KERNELS if op.kind in HALVED else 1
 
 
 def caller_lane(schedule: Schedule) -> int:
@@ -62,11 +62,18 @@ def _played(
 ) -> dict[Entry, tuple[float, float]]:
     """Returns begin and end of all that is launched. The label of what an op does is its lane."""
     device = Device(queues)
+
+    def kernel(op: Op, number: int) -> Work:
+        if 2 * number == kernels(op):
+            executor.issue_meanwhile()
+        return Work(seconds=cost(op) / kernels(op), group=op.group, label=op.lane.value)
+
     ops = [
         (
             LANES.index(op.lane),
             op.waits_for,
-            [lambda op=op: Work(seconds=cost(op) / kernels(op), group=op.group, label=op.lane.value)] * kernels(op),
+            [partial(kernel, op, number) for number in range(kernels(op))],
+            op.meanwhile,
         )
         for op in schedule.ops
     ]
@@ -91,7 +98,7 @@ def table(executor: SoftwareExecutor) -> str:
 
 
 def guess(number: int, op: Op) -> float:
-    """Returns one of the guesses that `issue_order` makes of what an op takes."""
+    """Returns one of the guesses that the order of issue makes of what an op takes."""
     return list(_guesses(op.lane, op.kind))[number]
 
 

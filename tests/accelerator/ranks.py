@@ -57,15 +57,15 @@ class Runner:
         self.runs = 0
 
     def run(
-        self, ops: Sequence[tuple[int, Sequence[int], Sequence[Any]]], caller_lane: int, record: bool
+        self, ops: Sequence[tuple[int, Sequence[int], Sequence[Any], int]], caller_lane: int, record: bool
     ) -> tuple[tuple[int, int, str] | None, list[tuple[float, float]]]:
         """Runs ops as StreamExecutor.run of the extension does."""
         device = Device(self._queues)
         adversary = Adversary(device, 1_000_003 * self._seed + self.runs * dist.get_world_size() + dist.get_rank())
         self.runs += 1
         works = [
-            (lane, waits_for, [_work(action, index) for action in actions])
-            for index, (lane, waits_for, actions) in enumerate(ops)
+            (lane, waits_for, [self._work(action, index, meanwhile) for action in actions], meanwhile)
+            for index, (lane, waits_for, actions, meanwhile) in enumerate(ops)
         ]
         failure, times = self._executor.issue(device, works, caller_lane, record, adversary)
         assert failure is None, failure
@@ -74,16 +74,24 @@ class Runner:
         assert not left, f"nobody waited for {', '.join(left)}"
         return None, times
 
+    def issue_meanwhile(self) -> None:
+        """Does nothing: an action runs when the adversary lets it, and that may be after all has been issued."""
 
-def _work(action: Any, op: int) -> Callable[[], Work]:
-    work = Work(
-        action.run,
-        seconds=1e-6,  # of virtual time: who records asks how long it took
-        group=id(action.group) if isinstance(action, ExchangeIn) else None,
-        blocks=isinstance(action, ExchangeIn),
-        label=f"op {op}",
-    )
-    return lambda: work
+    def _work(self, action: Any, op: int, meanwhile: int) -> Callable[[], Work]:
+        work = Work(
+            action.run,
+            seconds=1e-6,  # of virtual time: who records asks how long it took
+            group=id(action.group) if isinstance(action, ExchangeIn) else None,
+            blocks=isinstance(action, ExchangeIn),
+            label=f"op {op}",
+        )
+
+        def begin() -> Work:
+            if meanwhile and (self.runs + op) % 2:  # before all that the op does; else behind it
+                self._executor.issue_meanwhile()
+            return work
+
+        return begin
 
 
 def _as_real(bound: steps.Steps) -> steps.Steps:

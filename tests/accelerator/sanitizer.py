@@ -21,7 +21,7 @@ def races(library: Path, schedule: Schedule) -> list[str]:
     """Returns each race that the sanitizer finds, in one sentence; the caller fills the inputs before
     and reads everything after.
     """
-    sanitizer = _Told()
+    sanitizer, executor = _Told(), ctypes.CDLL(str(library))
     written = tuple(dict.fromkeys(name for op in schedule.ops for name in op.writes))
     left_running: dict[int, int] = {}
 
@@ -33,6 +33,9 @@ def races(library: Path, schedule: Schedule) -> list[str]:
             sanitizer.ran(communicator, str(op), op.reads, op.writes)
             left_running[index] = sanitizer.record(communicator)
         else:
+            if op.meanwhile:
+                sanitizer.ran(stream, f"first half of {op}", op.reads, op.writes)
+                executor.issue_meanwhile()
             sanitizer.ran(stream, str(op), op.reads, op.writes)
         return 1
 
@@ -45,9 +48,8 @@ def races(library: Path, schedule: Schedule) -> list[str]:
         "enqueue": enqueue, "join": join, "synchronize": lambda _: None, "seconds": lambda *_: 0.0,
     }  # fmt: skip
     sanitizer.ran(CALLER, "the inputs", (), tuple(schedule.inputs))
-    ops = [(LANES.index(op.lane), op.waits_for, [None]) for op in schedule.ops]
-    run = ctypes.CDLL(str(library)).run_on_streams
-    run_on_streams(run, functions, len(LANES), ops, caller_lane(schedule), record=False)
+    ops = [(LANES.index(op.lane), op.waits_for, [None], op.meanwhile) for op in schedule.ops]
+    run_on_streams(executor, functions, len(LANES), ops, caller_lane(schedule), record=False)
     sanitizer.ran(CALLER, "what comes after", written, (*schedule.inputs, *written))
     return sanitizer.said
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ COPY_LANES = (Lane.COPY, Lane.COMPUTE, Lane.D2H, Lane.H2D)
 
 def random_schedule(seed: int) -> Schedule:
     """Copies and collectives between a few buffers. An op waits for all that touched its buffers, unless its lane has
-    seen to that, and for nothing else."""
+    seen to that, and for nothing else. Some leave room halfway for what can begin without them."""
     chooser = random.Random(seed)
     ops: list[Op] = []
     touched: dict[str, list[int]] = {}
@@ -44,6 +46,12 @@ def random_schedule(seed: int) -> Schedule:
         for name in (source, target):
             touched.setdefault(name, []).append(len(ops))
         ops.append(Op(kind, lane, chunk, 0, waits_for, (source,), (target,), group))
+    end = 0  # of what is issued halfway through an op
+    for index, op in enumerate(ops):
+        free = takewhile(lambda other: other.lane is not op.lane and index not in other.waits_for, ops[index + 1 :])  # noqa: B023
+        meanwhile = chooser.randint(0, len(list(free))) if index >= end else 0
+        if meanwhile:
+            ops[index], end = replace(op, meanwhile=meanwhile), index + meanwhile + 1
     return Schedule(f"random {seed}", tuple(ops), tuple(f"buffer {i}" for i in range(BUFFERS)))
 
 

@@ -17,7 +17,7 @@ WAYS = ((0, Queues.MANY), (1, Queues.ONE))
 """Taken in turn."""
 
 
-@pytest.mark.parametrize(("number", "case"), enumerate(LAYERS), ids=str)
+@pytest.mark.parametrize(("number", "case"), list(enumerate(LAYERS)), ids=str)
 def test_equals_stock_whatever_the_device_does_first(ranks, library, number, case):
     seed, queues = WAYS[number % len(WAYS)]
     worst = ranks.run(run_case, case=case, library=library, seed=seed, queues=queues)

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 NAME = "megatron_moe_opt._C"
 SECONDS_OF_50 = 300  # calls; more is a hang, on however busy a machine
-CUDA_ALONE = {"StreamExecutor", "StreamExecutor.run", "new_cuda_stream"}
+CUDA_ALONE = {"StreamExecutor", "StreamExecutor.run", "StreamExecutor.issue_meanwhile", "new_cuda_stream"}
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 WIRES = ("same", "bf16", "fp8", "mxfp8")
@@ -296,7 +296,8 @@ def _executor_run(draw: Draw) -> list[Any]:
     ops = []
     for op in range(draw.randint(0, 5)):
         waits_for = draw.sample(range(op), draw.randint(0, op))
-        ops.append((draw.randrange(lanes), waits_for, [draw.action() for _ in range(draw.randint(0, 2))]))
+        actions = [draw.action() for _ in range(draw.randint(0, 2))]
+        ops.append((draw.randrange(lanes), waits_for, actions, draw.choice((0, 0, 0, 1, -1))))
     kind = draw.extension.Executor
     executor = kind.__new__(kind) if draw.chance(0.02) else kind(lanes)
     return [executor, ops, draw.randint(-1, lanes), draw.chance(0.5)]
@@ -357,6 +358,7 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "Executor.give_up": lambda draw: [draw.extension.Executor(draw.randint(0, 4))],
     "StreamExecutor": lambda draw: [[draw.randint(-3, 1) for _ in range(draw.randint(0, 4))]],
     "StreamExecutor.run": lambda draw: [draw.extension.StreamExecutor([0, 0, 0, 0]), *_executor_run(draw)[1:]],
+    "StreamExecutor.issue_meanwhile": lambda draw: [draw.extension.StreamExecutor([0, 0, 0, 0])],
     "new_cuda_stream": lambda draw: [draw.randint(-3, 1)],
     "build_info": lambda draw: [],
     "select_cpu_kernels": lambda draw: [draw.choice(("generic", "avx2", "avx512", "best", "", "a\0b", "\udc80"))],

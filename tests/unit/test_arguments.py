@@ -178,7 +178,7 @@ def test_other_types_are_refused_without_a_look_at_them():
     """PyTorch crashes where it prints a tensor whose memory was freed."""
     for call in (
         lambda: _C.exchange(None, ROWS, [(0, 1)], ROWS, [(0, 1)]),
-        lambda: _C.Executor(1).run([(0, [], [None])], 0, False),
+        lambda: _C.Executor(1).run([(0, [], [None], 0)], 0, False),
         lambda: _C.Executor(1).run(freed()),
         lambda: _C.build_info(freed()),
         lambda: _C.permute_rows(freed(), freed()),

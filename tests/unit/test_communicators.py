@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
@@ -10,7 +11,7 @@ from megatron_moe_opt.schedules import monta, mpmoe, netmoe, parm
 from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages, role
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
-from megatron_moe_opt.schedules.schedule import Schedule
+from megatron_moe_opt.schedules.schedule import Op, Schedule
 from tests.accelerator.collectives import Issued, disagreements
 from tests.accelerator.communicators import Mismatch, meet
 from tests.accelerator.executor_library import SoftwareExecutor, Work
@@ -28,9 +29,12 @@ MEMBERS = {
 
 
 def issue(executor: SoftwareExecutor, device: Device, schedule: Schedule) -> None:
-    ops = [
-        (LANES.index(op.lane), op.waits_for, [lambda op=op: Work(group=op.group, label=str(op))]) for op in schedule.ops
-    ]
+    def begin(op: Op) -> Work:
+        if op.meanwhile:
+            executor.issue_meanwhile()
+        return Work(group=op.group, label=str(op))
+
+    ops = [(LANES.index(op.lane), op.waits_for, [partial(begin, op)], op.meanwhile) for op in schedule.ops]
     executor.issue(device, ops, caller_lane(schedule))
 
 

@@ -13,7 +13,8 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY, HostCopyOf
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import _Sum
-from megatron_moe_opt.runtime.through_experts.saved_middle import Products, addresses_of
+from megatron_moe_opt.runtime.through_experts.products import Products
+from megatron_moe_opt.runtime.through_experts.saved_middle import addresses_of
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import ArrivedExperts
 from megatron_moe_opt.schedules.mpmoe import Restore
 
@@ -247,6 +248,43 @@ def test_what_activations_save_is_not_offloaded_and_gradients_are_the_same(way, 
     found = call.backward(tokens, torch.ones(ROWS, HIDDEN), taken.__setitem__)
     assert all(map(torch.equal, (*found, *(taken[number] for number in range(len(taken)))), expected))
     assert HOST_MEMORY.used == 0 and len(found) + len(taken) == len(expected)
+
+
+@pytest.mark.parametrize("middle", [Restore.KEEP, Restore.RECOMPUTE, Restore.OFFLOAD])
+@pytest.mark.parametrize("num_experts", [1, 2, 3])
+def test_experts_tell_when_half_of_their_products_have_run_in_either_pass(num_experts, middle):
+    """With one expert or three that is between an expert's two products, with two between the experts."""
+    modules = torch.nn.ModuleList(Expert("apart") for _ in range(num_experts))
+    counts, log = [ROWS // num_experts] * num_experts, []
+
+    def run(tokens: torch.Tensor, _: torch.Tensor, probs: torch.Tensor, __: object = ()) -> torch.Tensor:
+        parts = zip(modules, tokens.split(counts), probs.split(counts), strict=True)
+        return torch.cat([expert(*part) for expert, *part in parts])
+
+    def taken(number: int, _: torch.Tensor | None) -> None:
+        if number % 4 in (0, 2):  # not a bias
+            log.append(number // 2)
+
+    products = tuple(Products(one, "first", "second") for one in modules)
+    for number, one in enumerate(product for expert in modules for product in (expert.first, expert.second)):
+        one.register_forward_hook(lambda *_, number=number: log.append(number))
+    module, tokens = Experts(run, tuple(modules.parameters()), products=products), torch.randn(ROWS, HIDDEN)
+    of_call = torch.tensor(counts), torch.rand(ROWS), middle, addresses_of(modules.parameters())
+    call = ExpertCall(module, *of_call, halfway=lambda: log.append("halfway"))
+    passes = [call.forward, call.recompute] if middle is Restore.RECOMPUTE else [call.forward]
+    for forward in passes:
+        forward(tokens)
+        assert log == [*range(num_experts), "halfway", *range(num_experts, 2 * num_experts)]
+        log.clear()
+    if middle is Restore.OFFLOAD:
+        call.offload_middle()
+        come_back(call)
+        call.activate(tokens)
+        log.clear()
+    call.backward(tokens, torch.ones(ROWS, HIDDEN), taken)
+    where = log.index("halfway")
+    assert log.count("halfway") == 1
+    assert set(log[:where]) == set(range(num_experts, 2 * num_experts)) and len(log) == 2 * num_experts + 1
 
 
 @pytest.mark.parametrize("way", ["fewer", "more", "larger"])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_moe_opt.planning.predicting.simulator import simulate
-from megatron_moe_opt.schedules.issue_order import issue_order
+from megatron_moe_opt.schedules.issue_order import in_issue_order
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from tests.accelerator.all_schedules import all_schedules
 from tests.accelerator.executor_library import SoftwareExecutor, build
@@ -23,18 +22,13 @@ SCHEDULES = dict(all_schedules())
 DOCS = Path(__file__).parents[2] / "docs" / "streams.md"
 
 
-def test_one_queue_costs_nothing_without_experts_and_little_in_few_partitions(software_executor):
-    """Beside an expert's kernels runs what was launched before them: docs/streams.md says what that costs."""
-    most = {1: 1.05, 2: 1.14, 4: 1.26, 8: 1.35}
-    above = 0
+def test_one_queue_costs_nothing_without_experts_and_little_with_them(software_executor):
+    """Beside experts runs what was launched before them or halfway: docs/streams.md says what that costs."""
+    most = 1.034
     for name, schedule in SCHEDULES.items():
         validate(schedule)
         one, many = (makespan(software_executor, schedule, nominal, queues) for queues in (Queues.ONE, Queues.MANY))
-        count = re.search(r", (\d) ", name)  # of chunks, partitions or phases
-        bound = most[int(count[1]) if count else 1] if Lane.COMPUTE in schedule.lanes else 1 + 1e-9
-        assert many <= one <= bound * many, name
-        above += one > 1.15 * many
-    assert above <= 77
+        assert many <= one <= (most if Lane.COMPUTE in schedule.lanes else 1 + 1e-9) * many, name
 
 
 def test_the_table_of_the_docs_is_what_comes_out(software_executor):
@@ -67,7 +61,7 @@ def test_waiting_at_once_would_serialise(software_executor, executor_folder):
     mutate = lambda text: text.replace("    issued_[i] =", "    join(stream, i);\n    issued_[i] =")  # noqa: E731
     waiting = SoftwareExecutor(build(executor_folder, mutate), len(LANES))
     monta, mpmoe = "monta O3 dispatch, 4 chunk(s), EP 2, expert-TP 2", "mpmoe none forward, 4 partition(s), EP 2"
-    for name, many, one, waited in ((monta, 5.1, 5.1, 8.1), (f"{mpmoe}, expert-TP 1", 10.4, 11.5, 15.5)):
+    for name, many, one, waited in ((monta, 5.1, 5.1, 8.1), (f"{mpmoe}, expert-TP 1", 10.4, 10.5, 15.5)):
         schedule = SCHEDULES[name]
         assert makespan(software_executor, schedule, nominal, Queues.ONE) == pytest.approx(one), name
         assert makespan(waiting, schedule, nominal, Queues.ONE) == pytest.approx(waited), name
@@ -91,8 +85,8 @@ def test_what_ops_really_take_may_be_something_else(software_executor):
         cost = other_cost(chooser)
         one, many = (makespan(software_executor, schedule, cost, queues) for queues in (Queues.ONE, Queues.MANY))
         took[name] = one / many
-    assert max(took.values()) < 1.45, max(took, key=took.get)
-    assert sum(ratio > 1.15 for ratio in took.values()) <= 44
+    assert max(took.values()) < 1.23, max(took, key=took.get)
+    assert sum(ratio > 1.15 for ratio in took.values()) <= 4
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -100,10 +94,11 @@ def test_the_order_keeps_that_of_lanes_and_waits(seed):
     from tests.multirank.test_executor import random_schedule
 
     schedule = random_schedule(seed)
-    order = issue_order(schedule.ops)
+    order, ordered = in_issue_order(schedule.ops)
     assert sorted(order) == list(range(len(schedule.ops)))
     for lane in Lane:
         of_lane = [index for index in order if schedule.ops[index].lane is lane]
         assert of_lane == sorted(of_lane)
-    place = {index: number for number, index in enumerate(order)}
-    assert all(place[other] < place[index] for index in order for other in schedule.ops[index].waits_for)
+    for number, (index, op) in enumerate(zip(order, ordered, strict=True)):
+        assert all(other < number for other in op.waits_for)
+        assert [order[other] for other in op.waits_for] == list(schedule.ops[index].waits_for)

@@ -53,13 +53,20 @@ def work(op: Op, seconds: float = 0.0, **fields: object) -> Work:
     return Work(seconds=seconds, label=str(op), **fields)
 
 
-def ops_of(schedule: Schedule, values: Values) -> list:
+def ops_of(executor: SoftwareExecutor, schedule: Schedule, values: Values) -> list:
     def action(index: int, number: int) -> Work:
         op = schedule.ops[index]
+        if (index + number) % 2:  # halfway through an op of two, at the begin of others, or not at all
+            executor.issue_meanwhile()
         return work(op, run=lambda: values.run(index, number), group=op.group if number == 0 else None)
 
     return [
-        (LANES.index(op.lane), op.waits_for, [lambda i=i, n=n: action(i, n) for n in range(values.actions[i])])
+        (
+            LANES.index(op.lane),
+            op.waits_for,
+            [lambda i=i, n=n: action(i, n) for n in range(values.actions[i])],
+            op.meanwhile,
+        )
         for i, op in enumerate(schedule.ops)
     ]
 
@@ -69,7 +76,9 @@ def check(executor: SoftwareExecutor, schedule: Schedule, seed: int, queues: Que
     values, device = Values(schedule, seed), Device(queues)
     adversary, seen = Adversary(device, seed), []
     device.launch(CALLER, run=values.begin, label="inputs")
-    failure, times = executor.issue(device, ops_of(schedule, values), caller_lane(schedule), record, adversary)
+    failure, times = executor.issue(
+        device, ops_of(executor, schedule, values), caller_lane(schedule), record, adversary
+    )
     assert failure is None
     assert all(start >= 0 and end >= start for start, end in times), "a time was asked for before its event"
     after = device.launch(CALLER, run=lambda: seen.append((values.ran, dict(values.now))), label="outputs")
@@ -84,7 +93,7 @@ def check_spans(executor: SoftwareExecutor, schedule: Schedule, seed: int) -> No
     seconds = [chooser.choice((0.0, 0.5, 1.0, 3.0)) for _ in schedule.ops]
     device = Device(Queues.MANY)
     ops = [
-        (LANES.index(op.lane), op.waits_for, [lambda op=op, took=took: work(op, took, group=op.group)])
+        (LANES.index(op.lane), op.waits_for, [lambda op=op, took=took: work(op, took, group=op.group)], op.meanwhile)
         for op, took in zip(schedule.ops, seconds, strict=True)
     ]
     _, times = executor.issue(device, ops, caller_lane(schedule), record=True)
@@ -134,12 +143,12 @@ def test_a_failure_is_named_and_what_was_issued_is_still_waited_for(software_exe
     for failing in range(len(schedule.ops)):
         values, device = Values(schedule, 0), Device(Queues.MANY)
         values.actions = [1] * len(schedule.ops)
-        ops, seen = ops_of(schedule, values), []
+        ops, seen = ops_of(software_executor, schedule, values), []
 
         def refuse() -> Work:
             raise RuntimeError
 
-        ops[failing] = (*ops[failing][:2], [refuse])
+        ops[failing] = (*ops[failing][:2], [refuse], 0)
         failure, _ = software_executor.issue(device, ops, -1)
         assert failure == (failing, "refused")
         after = device.launch(CALLER, run=lambda values=values, seen=seen: seen.append(values.ran))
@@ -149,7 +158,67 @@ def test_a_failure_is_named_and_what_was_issued_is_still_waited_for(software_exe
 
 def test_ops_that_wait_for_later_ones_are_refused(software_executor):
     with pytest.raises(Refused, match="op 0 waits for op 0, which does not come before it"):
-        software_executor.issue(Device(Queues.MANY), [(0, (0,), [])], -1)
+        software_executor.issue(Device(Queues.MANY), [(0, (0,), [], 0)], -1)
+
+
+EXPERTS, MOVE = 3, 0  # lanes
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_what_an_op_leaves_room_for_is_issued_halfway_through_it_or_behind(software_executor, asks):
+    log = []
+
+    def say(what: str) -> Work:
+        log.append(what)
+        return Work()
+
+    def half() -> Work:
+        if asks:
+            software_executor.issue_meanwhile()
+            software_executor.issue_meanwhile()  # for the second time: there is nothing left
+        return say("second half")
+
+    ops = [
+        (EXPERTS, (), [lambda: say("first half"), half], 2),
+        (MOVE, (), [lambda: say("dispatch")], 0),
+        (MOVE, (), [lambda: say("combine")], 0),
+        (MOVE, (0,), [lambda: say("combine what was computed"), half], 0),
+    ]
+    software_executor.issue(Device(Queues.ONE), ops, EXPERTS)
+    middle = ["dispatch", "combine", "second half"] if asks else ["second half", "dispatch", "combine"]
+    assert log == ["first half", *middle, "combine what was computed", "second half"]
+
+
+def test_what_fails_halfway_through_an_op_is_named_and_nothing_follows(software_executor):
+    log = []
+
+    def refuse() -> Work:
+        raise RuntimeError
+
+    def half() -> Work:
+        software_executor.issue_meanwhile()
+        log.append("second half")
+        return Work()
+
+    ops = [(EXPERTS, (), [half], 2), (MOVE, (), [refuse], 0), (MOVE, (), [lambda: log.append("later")], 0)]
+    failure, _ = software_executor.issue(Device(Queues.ONE), ops, EXPERTS)
+    assert failure == (1, "refused")
+    assert log == ["second half"]
+
+
+@pytest.mark.parametrize(
+    ("ops", "said"),
+    [
+        ([(0, (), [], 1)], "1 ops are to be issued halfway through op 0, which has 0 behind it"),
+        ([(0, (), [], -1)], "-1 ops are to be issued halfway"),
+        ([(0, (), [], 1), (0, (), [], 0)], "op 1 cannot be issued halfway through op 0"),
+        ([(0, (), [], 1), (1, (0,), [], 0)], "op 1 cannot be issued halfway through op 0"),
+        ([(0, (), [], 2), (1, (), [], 1), (2, (), [], 0)], "op 1 cannot be issued halfway through op 0"),
+    ],
+)
+def test_what_cannot_be_issued_halfway_through_an_op_is_refused(software_executor, ops, said):
+    with pytest.raises(Refused, match=said):
+        software_executor.issue(Device(Queues.MANY), ops, -1)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")

@@ -22,7 +22,6 @@ from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.monta import PASSES
 from megatron_moe_opt.planning.predicting.mpmoe import HOPS, costs_of
-from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Op
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
 from megatron_moe_opt.systems.mpmoe import MPMOE
@@ -67,10 +66,7 @@ def layer_timeline(settings: LayerSettings, rank: int | None, files: Sequence[Pa
         with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
             step = _record(settings, ep, device, rank)
         if costs is not None:
-            predicted = {
-                name: simulate(timeline.schedule, costs, cluster.slowdown, cluster.one_queue)
-                for name, timeline in step.measured.items()
-            }
+            predicted = {name: cluster.simulate(timeline.schedule, costs) for name, timeline in step.measured.items()}
             step = replace(step, predicted=predicted)
         if dist.get_rank() == 0:
             _report(step, settings, ep, files)

@@ -15,7 +15,7 @@ from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.integration.random_states import AllRandomStates
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
-from megatron_moe_opt.runtime.through_experts.saved_middle import Products
+from megatron_moe_opt.runtime.through_experts.products import Products
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
 
 _PRODUCTS = ("linear_fc1", "linear_fc2")

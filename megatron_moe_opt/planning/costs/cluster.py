@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +14,9 @@ from megatron_moe_opt.output_file import write_text_whole
 from megatron_moe_opt.planning.costs.bus_bandwidth import bus_of
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.json_places import JsonPlace
-from megatron_moe_opt.planning.predicting.simulator import Slowdown
-from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane
+from megatron_moe_opt.planning.predicting.simulator import Slowdown, simulate
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.topology.layouts import Layout
 
 FORMAT = "megatron-moe-opt cluster"
@@ -198,6 +199,10 @@ class Cluster:
     @cached_property
     def _costs(self) -> Costs:
         return Costs({key: CostCurve(points) for key, points in self.curves.items()}, self.overhead)
+
+    def simulate(self, schedule: Schedule, cost: Callable[[Op], float]) -> Timeline:
+        """Returns when ops run on this cluster, each of which takes `cost` seconds alone."""
+        return simulate(schedule, cost, self.slowdown, self.one_queue)
 
     def check_expert(self) -> None:
         """Raises ConfigurationError where no expert was measured."""

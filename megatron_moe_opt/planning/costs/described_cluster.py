@@ -24,7 +24,6 @@ from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.costs.gpu_settings import demands_one_queue
 from megatron_moe_opt.planning.costs.known_clusters import Fabric, KnownCluster
 from megatron_moe_opt.planning.predicting.expert_migration import KINDS, realisable_groups, role
-from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.planning.training.step_costs import STAGES
 from megatron_moe_opt.schedules import parm
 from megatron_moe_opt.schedules.parm import JOINT, TP
@@ -217,4 +216,4 @@ def _saa_seconds(size: int, world: World, costs: Costs, cluster: Cluster) -> flo
             return costs(op) - costs.curve(op).latency * (1 - 1 / exchanges)
         return costs(op) if op.kind is not Kind.COPY or op.size else 0.0
 
-    return simulate(schedule, cost, cluster.slowdown).seconds
+    return cluster.simulate(schedule, cost).seconds

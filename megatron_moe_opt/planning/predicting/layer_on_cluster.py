@@ -16,7 +16,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.monta import Pass, training_passes
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
 from megatron_moe_opt.planning.predicting.prediction import Prediction
-from megatron_moe_opt.planning.predicting.simulator import lane_rate, simulate
+from megatron_moe_opt.planning.predicting.simulator import lane_rate
 from megatron_moe_opt.planning.predicting.skew import Skew
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.mpmoe import NONE
@@ -184,7 +184,7 @@ class LayerOnCluster:
         """
         costs = self.converting(costs or self.costs)
         cluster = self.cluster
-        timelines = [simulate(schedule, costs, cluster.slowdown, cluster.one_queue) for schedule in schedules]
+        timelines = [cluster.simulate(schedule, costs) for schedule in schedules]
         if alone:
             timelines.append(Timeline.in_turn("one after another", ((op, costs(op)) for op in alone)))
         return self.played(variant, timelines, whose, parts, local_rows, links)

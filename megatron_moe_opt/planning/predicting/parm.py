@@ -21,7 +21,6 @@ from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.costs.curves import AlphaBeta, CostCurve
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.monta import training_passes
-from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import parm
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.parm import JOINT, TP
@@ -79,7 +78,7 @@ def s2_timelines(layer: LayerWorkload, tokens: int, cluster: Cluster) -> list[Ti
     for one in training_passes(rows, layer.outbound_bytes, layer.packed_row_bytes, layer.homebound_bytes):
         if one.direction == "dispatch":
             schedule = parm.dispatch(even_chunks(one.exchanged, layer.etp, 1), layer.etp)
-            timelines.append(simulate(schedule, costs, cluster.slowdown))
+            timelines.append(cluster.simulate(schedule, costs))
             continue
         arrived = one.exchanged * layer.etp
         ops = (

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from megatron_moe_opt.schedules.issue_order import HELD
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule, ScheduleError
+from megatron_moe_opt.schedules.issue_order import HALVED, HELD
+from megatron_moe_opt.schedules.schedule import Lane, Op, Schedule, ScheduleError
 from megatron_moe_opt.schedules.timeline import Timeline
 
 Slowdown = Mapping[tuple[Lane, ...], float]
@@ -26,7 +27,7 @@ def simulate(
         slowdown: with it an op progresses at the `lane_rate` beside all lanes that are busy, which changes whenever an
             op starts or ends.
         one_queue: whether the lanes share one hardware queue of a GPU, on which an op starts no sooner than the last
-            kernel of what was issued before it (schedules/issue_order.py).
+            kernel of what was issued before it (schedules/issue_order.py). Experts are issued in halves.
 
     Raises:
         ScheduleError: an op waits for one that does not come before it.
@@ -35,9 +36,8 @@ def simulate(
     order = Order.of(schedule)
     seconds = [cost(op) for op in schedule.ops]
     if one_queue:
-        return Timeline.of_times(
-            schedule, _play_in_turn(order, seconds, tuple(op.kind for op in schedule.ops), slowdown)
-        )
+        halved = tuple(op.meanwhile if op.kind in HALVED else None for op in schedule.ops)
+        return Timeline.of_times(schedule, _play_in_turn(order, seconds, halved, slowdown))
     return Timeline.of_times(schedule, play(order, seconds, slowdown))
 
 
@@ -73,31 +73,56 @@ def play(order: Order, seconds: Sequence[float], slowdown: Slowdown | None = Non
 
 
 def _play_in_turn(
-    order: Order, seconds: Sequence[float], kinds: tuple[Kind, ...], slowdown: Slowdown | None
+    order: Order, seconds: Sequence[float], halved: tuple[int | None, ...], slowdown: Slowdown | None
 ) -> list[tuple[float, float]]:
-    """Plays ops that start in turn, those of several kernels in two pieces: up to the last kernel, and that."""
-    of_pieces, op_of, parts, last = _in_pieces(order, kinds)
-    times = play(of_pieces, [part * seconds[op] for op, part in zip(op_of, parts, strict=True)], slowdown)
-    return [(times[before + 1][0], times[end][1]) for before, end in zip((-1, *last), last, strict=False)]
+    """Plays ops that start in turn.
+
+    Args:
+        halved: of an op in halves, the ops that are issued between them; None: it is one kernel.
+    """
+    pieces = _in_pieces(order, halved)
+    times = play(
+        pieces.order, [part * seconds[op] for op, part in zip(pieces.op_of, pieces.part, strict=True)], slowdown
+    )
+    return [(times[begin][0], times[end][1]) for begin, end in zip(pieces.first, pieces.last, strict=True)]
+
+
+class _Pieces(NamedTuple):
+    """Ops that start in turn as pieces that do: each half of one is two, up to its last kernel, and that."""
+
+    order: Order
+    op_of: tuple[int, ...]
+    """The op of each piece."""
+    part: tuple[float, ...]
+    """The part of its op's time that each piece takes."""
+    first: tuple[int, ...]
+    """The first piece of each op."""
+    last: tuple[int, ...]
 
 
 @lru_cache(maxsize=1024)
-def _in_pieces(
-    order: Order, kinds: tuple[Kind, ...]
-) -> tuple[Order, tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
-    """Returns the order of the pieces, of each piece its op and its part of that, and of each op its last piece."""
-    op_of: list[int] = []
-    parts: list[float] = []
-    waits_for: list[tuple[int, ...]] = []
-    last: list[int] = []
-    for op, (others, kind) in enumerate(zip(order.waits_for, kinds, strict=True)):
-        of_op = [HELD[kind], 1 - HELD[kind]] if kind in HELD else [1.0]
-        parts += of_op
-        op_of += [op] * len(of_op)
-        waits_for += [tuple(last[other] for other in others), *[()] * (len(of_op) - 1)]
-        last.append(len(parts) - 1)
-    lane_of = tuple(order.lane_of[op] for op in op_of)
-    return Order(order.lanes, lane_of, tuple(waits_for), in_turn=True), tuple(op_of), tuple(parts), tuple(last)
+def _in_pieces(order: Order, halved: tuple[int | None, ...]) -> _Pieces:
+    half = HELD / 2, (1 - HELD) / 2
+    pieces: list[tuple[int, float]] = []
+    ends: dict[int, int] = {}  # the op whose second half comes behind an op
+    for op, meanwhile in enumerate(halved):
+        if meanwhile is None:
+            pieces.append((op, 1.0))
+        else:
+            pieces += [(op, part) for part in half]
+            ends[op + meanwhile] = op
+        if op in ends:
+            pieces += [(ends[op], part) for part in half]
+    op_of, parts = zip(*pieces, strict=True) if pieces else ((), ())
+    last = {op: piece for piece, op in enumerate(op_of)}
+    first = {op: piece for piece, op in reversed(list(enumerate(op_of)))}
+    waits_for = [
+        tuple(last[other] for other in order.waits_for[op]) if piece == first[op] else ()
+        for piece, op in enumerate(op_of)
+    ]
+    of_pieces = Order(order.lanes, tuple(order.lane_of[op] for op in op_of), tuple(waits_for), in_turn=True)
+    ops = range(len(halved))
+    return _Pieces(of_pieces, op_of, parts, tuple(first[op] for op in ops), tuple(last[op] for op in ops))
 
 
 def _play_undisturbed(order: Order, seconds: Sequence[float]) -> list[tuple[float, float]]:

@@ -120,6 +120,17 @@ class Executor:
         _note_streams(schedule, (queue,))
         return started.start(_issue_on_stream(schedule, steps, ops, Beside(), behind), behind)
 
+    @property
+    def issue_meanwhile(self) -> Callable[[], None] | None:
+        """Returns the function by which a step says, in whichever thread, that half of its kernels are issued, so that
+        what is to be issued halfway through its op can be; None on a CPU, where lanes do not wait for that.
+        """
+        return self._issue_meanwhile if self._on_streams else None
+
+    def _issue_meanwhile(self) -> None:
+        with torch.no_grad():
+            self._runner.issue_meanwhile()
+
     def memory(self, queue: str = Lane.EXPERTS.value) -> AbstractContextManager[None]:
         """Returns a context in which tensors are made for what is started in a queue."""
         return started_queue(queue, self._device).memory()
@@ -149,15 +160,18 @@ def _note_streams(schedule: Schedule, of_work: tuple[str, ...]) -> None:
     _in_use.update(of_work, (f"group {op.group}" for op in schedule.ops if op.group is not None))
 
 
-_Ops = list[tuple[int, tuple[int, ...], Sequence[Any]]]
-"""The ops as the extension takes them: of each, its lane, the ops that are waited for, and its actions."""
+_Ops = list[tuple[int, tuple[int, ...], Sequence[Any], int]]
+"""The ops as the extension takes them: of each, its lane, the ops that are waited for, its actions, and the number of
+ops that are issued halfway through it."""
 
 
 def _ops(schedule: Schedule, steps: Sequence[Steps], numbers: Mapping[Lane, int]) -> _Ops:
     actions = [step.actions for step in steps]
     if is_profiling():
         actions = shown_ops(schedule, actions)
-    return [(numbers[op.lane], op.waits_for, of_op) for op, of_op in zip(schedule.ops, actions, strict=True)]
+    return [
+        (numbers[op.lane], op.waits_for, of_op, op.meanwhile) for op, of_op in zip(schedule.ops, actions, strict=True)
+    ]
 
 
 def _run_on_thread(
@@ -191,7 +205,7 @@ def _issue_on_stream(
         except Exception as error:
             _fail(schedule, steps, index, -1, str(error))
 
-    for index, (_, _, actions) in enumerate(ops):
+    for index, (_, _, actions, _) in enumerate(ops):
         for number, action in enumerate(actions):
             if left_running is not None:
                 attempt(left_running[0], left_running[1].join)

@@ -20,7 +20,8 @@ from torch.autograd.graph import Node
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.engine.random_states import RandomStates
-from megatron_moe_opt.runtime.through_experts.saved_middle import Products, SavedMiddle
+from megatron_moe_opt.runtime.through_experts.products import Products, telling_halfway
+from megatron_moe_opt.runtime.through_experts.saved_middle import SavedMiddle
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts
 from megatron_moe_opt.schedules.mpmoe import Restore
 
@@ -61,7 +62,7 @@ class Experts:
     gradients: no call uses them.
     """
     products: tuple[Products, ...] = ()
-    """The pairs of matrix products between which nothing but an activation is saved, in any order."""
+    """The pairs of matrix products between which nothing but an activation is saved, in the order in which they run."""
     random_states: Callable[[], RandomStates] = RandomStates
     """Returns the present states of all random generators that the experts may draw from."""
     shown: Shown = field(default_factory=Shown)
@@ -88,6 +89,7 @@ class ExpertCall:
         middle: Restore,
         kept: set[int],
         hands_over: bool = False,
+        halfway: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:
@@ -95,8 +97,9 @@ class ExpertCall:
             middle: how T_M is restored.
             kept: addresses of storages that do not count as T_M: those of parameters and constants.
             hands_over: a T_M that is kept is the caller's between `hand_over_middle` and `take_back_middle`.
+            halfway: called when half of the products have run, in each pass.
         """
-        self._hands_over = hands_over
+        self._hands_over, self._halfway = hands_over, halfway
         self._experts, self._tokens_per_expert, self._probs, self._middle = experts, tokens_per_expert, probs, middle
         self._saved = SavedMiddle(kept | {probs.untyped_storage().data_ptr()}, experts.borrowed)
         self._gradients: _Gradients | None = _Gradients()
@@ -109,7 +112,7 @@ class ExpertCall:
         """Returns the outputs [R, H] of tokens [R, H], without a graph to the outside."""
         if self._middle is Restore.RECOMPUTE:
             states = self._experts.random_states()
-            with torch.no_grad():
+            with torch.no_grad(), self._telling_halfway():
                 output = self._experts.run(tokens, self._tokens_per_expert, self._probs, self._experts.borrow())
             self._drawn_from = states if states.moved() else None
             return output
@@ -204,7 +207,7 @@ class ExpertCall:
     def _record(self, tokens: torch.Tensor, hooks: AbstractContextManager[Any]) -> torch.Tensor:
         # The graph begins at an empty tensor and ends in another, so that it holds on to neither inputs nor outputs.
         self._anchor = torch.empty(0, device=tokens.device, requires_grad=True)
-        with torch.enable_grad(), hooks:
+        with torch.enable_grad(), hooks, self._telling_halfway():
             tokens, probs, *borrowed = _Enter.apply(
                 self._anchor, self._gradients, tokens, self._probs, *self._experts.borrow()
             )
@@ -214,6 +217,9 @@ class ExpertCall:
             _check_leaves(self._exit, self._experts.parameters)
             self._experts.shown.use_only_their_own = True
         return output.detach()
+
+    def _telling_halfway(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._halfway is None else telling_halfway(self._experts.products, self._halfway)
 
     def _without_borrowed(self) -> AbstractContextManager[Any]:
         """Returns a context in which operations save what they save anyhow, but no borrowed expert: it may go."""

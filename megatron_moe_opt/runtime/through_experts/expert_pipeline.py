@@ -124,7 +124,15 @@ class _Pass:
         addresses = addresses_of((*self.experts.parameters, *self.experts.constants))
         probs = [empty((rows.gathered,), self.prob_dtype, packed.device) for rows in self.partitions]
         self.calls = [
-            ExpertCall(self.experts, one.plan.tokens_per_expert, of_partition, how.middle, addresses, self.hands_over)
+            ExpertCall(
+                self.experts,
+                one.plan.tokens_per_expert,
+                of_partition,
+                how.middle,
+                addresses,
+                self.hands_over,
+                executor(packed.device).issue_meanwhile,
+            )
             for one, of_partition in zip(self.exchanges, probs, strict=True)
         ]
         combined = self.layouts[OUTPUTS].at_source.empty_rows(self._num_returned, packed)

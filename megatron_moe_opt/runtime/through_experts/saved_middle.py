@@ -20,20 +20,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.runtime.engine.offload import HostCopyOf
+from megatron_moe_opt.runtime.through_experts.products import Products
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts
-
-
-@dataclass(frozen=True)
-class Products:
-    """A module that calls two others, of a matrix product each, one after the other with an activation between them.
-
-    Both return their output and a bias that they have not added, or None.
-    """
-
-    module: nn.Module
-    first: str
-    """The name by which the module calls the first of them."""
-    second: str
 
 
 @dataclass(eq=False)
