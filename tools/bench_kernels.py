@@ -301,7 +301,7 @@ class Workload:
         expert, and to the rows of experts.
         """
         from megatron_moe_opt import kernels
-        from megatron_moe_opt.runtime.rows.hop_way import present
+        from megatron_moe_opt.runtime.hops.hop_way import present
         from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
         from megatron_moe_opt.runtime.rows.row_layout import Payload
 

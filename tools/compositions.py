@@ -25,12 +25,12 @@ from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS, Partit
 from megatron_moe_opt.schedules.issue_order import in_issue_order
 from megatron_moe_opt.schedules.mpmoe import NONE, backward, forward
 from megatron_moe_opt.schedules.parm import TP
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.schedule import OF_EXPERTS, Kind, Lane, Op, Schedule
 from megatron_moe_opt.topology.layouts import Layout
 
 Builder = Callable[[LayerOnCluster, str, int], list[Schedule]]
 Cost = Callable[[Op], float]
-COMPUTES, _SHARED, _NVLINK = (Kind.COMPUTE, Kind.GRADIENT), "shared", ("a800-ib200", "h100-ib400")
+_SHARED, _NVLINK = "shared", ("a800-ib200", "h100-ib400")
 PARTITIONS, CHUNKS = (1, 2, 3, 4, 6, 8), (2, 4)
 TOKENS = (4096, 16384)
 """The tokens of a layer on one rank, or on the ranks that hold the same."""
@@ -92,7 +92,7 @@ def chunked(schedule: Schedule, chunks: int) -> Schedule:
     """Returns a schedule each of whose ops but the experts' goes chunk by chunk, as MoNTA's do. What a reduce-scatter
     has brought of a chunk is summed before the next one's.
     """
-    counts = [1 if op.kind in COMPUTES else chunks for op in schedule.ops]
+    counts = [1 if op.kind in OF_EXPERTS else chunks for op in schedule.ops]
     heads = [max(op.waits_for) if op.kind is Kind.SUM else index for index, op in enumerate(schedule.ops)]
     order = sorted((heads[index], number, index) for index, count in enumerate(counts) for number in range(count))
     place = {(index, number): new for new, (_, number, index) in enumerate(order)}
@@ -108,7 +108,7 @@ def chunked(schedule: Schedule, chunks: int) -> Schedule:
 
 def with_shared(schedule: Schedule, size: int) -> Schedule:
     """Returns a schedule with half of the shared experts before the first call of the others, half behind the last."""
-    call = next(op for op in schedule.ops if op.kind in COMPUTES)
+    call = next(op for op in schedule.ops if op.kind in OF_EXPERTS)
     half = replace(call, size=size // 2, waits_for=(), group=_SHARED)
     moved = (replace(op, waits_for=tuple(other + 1 for other in op.waits_for)) for op in schedule.ops)
     return replace(schedule, ops=in_issue_order([half, *moved, half])[1])
@@ -162,7 +162,7 @@ def of_shared_experts(layer: LayerOnCluster, ffn: int) -> tuple[float, float]:
     """
     one, costs = layer.workload, costs_of(layer, HOPS)
     size, shared = one.tokens * one.row_bytes, costs_with_experts(replace(one, experts=one.ep, ffn=ffn), layer.cluster)
-    alone = sum(shared(Op(kind, Lane.COMPUTE, size=size)) for kind in COMPUTES)
+    alone = sum(shared(Op(kind, Lane.COMPUTE, size=size)) for kind in OF_EXPERTS)
     both = lambda op: shared(replace(op, group=None)) if op.group == _SHARED else costs(op)  # noqa: E731
     build = lambda *args: [with_shared(schedule, size) for schedule in passes(*args)]  # noqa: E731
     without, inside = least(layer, HOPS, passes, True), least(layer, HOPS, build, True, both)

@@ -64,12 +64,16 @@ void bind_executor(py::module_& m) {
   };
   define(executor, "give_up", give_up, NoGil());
 #ifdef MOE_OPT_CUDA
-  py::class_<pipeline::StreamExecutor, std::shared_ptr<pipeline::StreamExecutor>>(m, "StreamExecutor")
-      .def(py::init([](const std::vector<int>& priorities) {
-        return std::make_shared<pipeline::StreamExecutor>(pipeline::cuda_streams(priorities));
-      }))
-      .def("run", run_ops<pipeline::StreamExecutor>)
-      .def("issue_meanwhile", &pipeline::StreamExecutor::issue_meanwhile, NoGil());
+  py::class_<pipeline::StreamExecutor, std::shared_ptr<pipeline::StreamExecutor>> on_streams(m, "StreamExecutor");
+  on_streams.def(py::init([](const std::vector<int>& priorities) {
+    return std::make_shared<pipeline::StreamExecutor>(pipeline::cuda_streams(priorities));
+  }));
+  define(on_streams, "run", run_ops<pipeline::StreamExecutor>);
+  const auto issue_meanwhile = [](const std::shared_ptr<pipeline::StreamExecutor>& executor) {
+    check(executor != nullptr, "the executor is None");
+    executor->issue_meanwhile();
+  };
+  define(on_streams, "issue_meanwhile", issue_meanwhile, NoGil());
   define(m, "new_cuda_stream",
          [](int priority) { return reinterpret_cast<intptr_t>(pipeline::new_cuda_stream(priority)); });
 #endif

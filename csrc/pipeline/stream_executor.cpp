@@ -11,6 +11,7 @@ class StreamExecutor::Issue {
  public:
   Issue(StreamExecutor& executor, const std::vector<Op>& ops, int caller_lane, bool timed)
       : executor_(executor),
+        outer_(executor.issue_),
         streams_(*executor.streams_),
         ops_(ops),
         caller_lane_(caller_lane),
@@ -23,7 +24,7 @@ class StreamExecutor::Issue {
         end_(ops.size()) {
     executor_.issue_ = this;
   }
-  ~Issue() { executor_.issue_ = nullptr; }
+  ~Issue() { executor_.issue_ = outer_; }
   Issue(const Issue&) = delete;
   Issue& operator=(const Issue&) = delete;
 
@@ -116,6 +117,7 @@ class StreamExecutor::Issue {
   }
 
   StreamExecutor& executor_;
+  Issue* const outer_;  // of a thread that waits for this one, as autograd's may
   Streams& streams_;
   const std::vector<Op>& ops_;
   const int caller_lane_;

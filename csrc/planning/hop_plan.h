@@ -1,4 +1,4 @@
-// Where tokens go hop by hop: the arithmetic of runtime/rows/hop_plan.py, which stands between the arrival of the
+// Where tokens go hop by hop: the arithmetic of runtime/hops/hop_plan.py, which stands between the arrival of the
 // counts and the first message of a layer whose tokens hop.
 #pragma once
 
@@ -21,7 +21,7 @@ struct Domains {
   int64_t regions(int64_t level) const;
 };
 
-// Tokens' copies, as runtime/rows/hop_way.py counts them. [ranks, etp_size, samples, parts, columns], of each rank's
+// Tokens' copies, as runtime/hops/hop_way.py counts them. [ranks, etp_size, samples, parts, columns], of each rank's
 // part of each of its samples (or of all its tokens as one): a column for each region of each level at which tokens
 // hop, then its rows for each expert and, where there is one column more, its tokens.
 struct CopyCounts {

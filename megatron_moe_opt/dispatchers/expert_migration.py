@@ -22,9 +22,9 @@ from megatron_moe_opt.dispatchers.expert_domains import Choosing
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
+from megatron_moe_opt.runtime.hops.hop_plan import HopPlan
+from megatron_moe_opt.runtime.hops.token_hops import HoppingRows, TokenHops
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, to_experts, to_sources
-from megatron_moe_opt.runtime.rows.hop_plan import HopPlan
-from megatron_moe_opt.runtime.rows.token_hops import HoppingRows, TokenHops
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import Lent, MigratedExperts
 from megatron_moe_opt.topology.domain_groups import DomainGroups, domain_groups
 from megatron_moe_opt.topology.domains import ExpertDomains

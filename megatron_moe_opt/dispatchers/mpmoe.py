@@ -29,10 +29,10 @@ from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
+from megatron_moe_opt.runtime.hops.token_hops import HoppingRows, TokenHops
 from megatron_moe_opt.runtime.rows.exchange_plan import plan_partitions
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows, permuted
-from megatron_moe_opt.runtime.rows.token_hops import HoppingRows, TokenHops
 from megatron_moe_opt.runtime.rows.ways import way_of
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import through_experts

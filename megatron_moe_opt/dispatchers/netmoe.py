@@ -35,12 +35,12 @@ from megatron_moe_opt.planning.predicting.sample_costs import HopCosts, RowCosts
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.collectives import global_rank
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
+from megatron_moe_opt.runtime.hops.token_hops import TokenHops
 from megatron_moe_opt.runtime.job.forks import Pending
-from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts, SampleCountsGather
-from megatron_moe_opt.runtime.rows.sample_exchange import move_samples
-from megatron_moe_opt.runtime.rows.sample_hops import HoppingSamples
-from megatron_moe_opt.runtime.rows.sample_rows import MovingRows, RowsByExpert
-from megatron_moe_opt.runtime.rows.token_hops import TokenHops
+from megatron_moe_opt.runtime.moving_samples.sample_counts import SampleCounts, SampleCountsGather
+from megatron_moe_opt.runtime.moving_samples.sample_exchange import move_samples
+from megatron_moe_opt.runtime.moving_samples.sample_hops import HoppingSamples
+from megatron_moe_opt.runtime.moving_samples.sample_rows import MovingRows, RowsByExpert
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 

@@ -21,7 +21,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
+from megatron_moe_opt.schedules.schedule import OF_EXPERTS, Kind, Lane, Op
 
 SECONDS = {
     Kind.PERMUTE: 0.1,
@@ -38,8 +38,6 @@ EXPERT_KERNELS = 4
 """The kernels that experts of one partition are taken for. What is issued behind some can begin when the last of them
 does.
 """
-HALVED = frozenset({Kind.COMPUTE, Kind.GRADIENT})
-"""The kinds of ops that are experts, and are issued in two halves."""
 HELD = 1 - 2 / EXPERT_KERNELS
 """The part of a half's time for which it holds up what is issued behind it."""
 _FIRST_COUNTS = 1.2
@@ -89,7 +87,7 @@ def _order(ops: tuple[_Shape, ...]) -> tuple[int, ...]:
         return ()
     ops, whose = _with_halves(ops)
     seconds = np.array([_guesses(lane, kind) for lane, kind, _ in ops])
-    halves = np.array([[kind in HALVED] for _, kind, _ in ops])
+    halves = np.array([[kind in OF_EXPERTS] for _, kind, _ in ops])
     seconds = np.where(halves, seconds / 2, seconds)
     held = np.where(halves, HELD * seconds, 0.0)
     starts, left = _on_many_queues(ops, seconds)
@@ -136,7 +134,7 @@ def _with_halves(ops: Sequence[_Shape]) -> tuple[list[_Shape], list[int]]:
     for index, (lane, kind, waits_for) in enumerate(ops):
         halved.append((lane, kind, tuple(last[other] for other in waits_for)))
         whose.append(index)
-        if kind in HALVED:
+        if kind in OF_EXPERTS:
             halved.append((lane, kind, (len(halved) - 1,)))
             whose.append(index)
         last.append(len(halved) - 1)

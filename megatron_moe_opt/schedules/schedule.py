@@ -52,6 +52,8 @@ class Kind(_OneOfEach):
 
 
 COLLECTIVES = frozenset({Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.SEND_RECEIVE})
+OF_EXPERTS = frozenset({Kind.COMPUTE, Kind.GRADIENT})
+"""The kinds of ops that are a whole pass through experts."""
 CODEC = frozenset({Kind.ENCODE, Kind.DECODE, Kind.ENCODE_GRADIENT, Kind.DECODE_GRADIENT})
 """The kinds of ops that encode and decode experts, and their gradients, which travel compressed."""
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.schedule import OF_EXPERTS, Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Part, Timeline, as_they_ran
 
 FORWARD, BACKWARD = "forward", "backward"
-_OF_EXPERTS = frozenset({Kind.COMPUTE, Kind.GRADIENT})
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def whole_step(name: str, stages: Sequence[Stages], schedules: Sequence[Timeline
     Experts that a schedule runs itself are shown there. A dispatcher without schedules is shown by its stages alone:
     the exchange with all collectives in it as one all-to-all.
     """
-    with_experts = not any(op.kind in _OF_EXPERTS for one in schedules for op in one.schedule.ops)
+    with_experts = not any(op.kind in OF_EXPERTS for one in schedules for op in one.schedule.ops)
     spans = sorted(
         (span for one in stages for span in one.spans(with_experts, not schedules)), key=lambda span: span[1]
     )

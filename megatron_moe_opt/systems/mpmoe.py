@@ -126,7 +126,7 @@ def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
     from megatron_moe_opt.dispatchers.partitioning import partitioning_of
     from megatron_moe_opt.integration.layer.configured_workload import layer_workload
-    from megatron_moe_opt.runtime.rows.token_hops import TokenHops
+    from megatron_moe_opt.runtime.hops.token_hops import TokenHops
     from megatron_moe_opt.topology.domain_groups import domain_groups, levels_of
 
     if HOPS not in options.ways:

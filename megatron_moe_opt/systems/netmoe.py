@@ -40,7 +40,7 @@ def _build(groups: Any, options: Any, config: Any) -> Any:
 
     from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
     from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
-    from megatron_moe_opt.runtime.rows.token_hops import TokenHops
+    from megatron_moe_opt.runtime.hops.token_hops import TokenHops
     from megatron_moe_opt.topology.domain_groups import domain_groups, levels_of
 
     wire = options.wire.of_rows(config.params_dtype is torch.bfloat16)

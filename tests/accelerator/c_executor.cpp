@@ -62,9 +62,9 @@ class CalledStreams : public Streams {
   const int num_lanes_;
 };
 
-thread_local StreamExecutor* running = nullptr;
+StreamExecutor* running = nullptr;  // for whichever thread
 
-// The executor that runs as long as this lives.
+// What runs as long as this lives.
 struct Running {
   explicit Running(StreamExecutor* executor) : before(running) { running = executor; }
   ~Running() { running = before; }
@@ -73,7 +73,7 @@ struct Running {
 
 }  // namespace
 
-// As StreamExecutor's, of the run that this thread is in.
+// As StreamExecutor's, of the run under way.
 extern "C" __attribute__((visibility("default"))) void issue_meanwhile() {
   if (running != nullptr) running->issue_meanwhile();
 }

@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from megatron_moe_opt.schedules.issue_order import EXPERT_KERNELS, HALVED, SECONDS, _guesses
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.issue_order import EXPERT_KERNELS, SECONDS, _guesses
+from megatron_moe_opt.schedules.schedule import OF_EXPERTS, Kind, Lane, Op, Schedule
 from tests.accelerator.all_schedules import COUNTS, all_schedules
 from tests.accelerator.executor_library import SoftwareExecutor, Work, build
 from tests.accelerator.software import Device, Entry, Queues, play
@@ -29,7 +29,7 @@ def nominal(op: Op) -> float:
 
 def kernels(op: Op) -> int:
     """Returns the kernels of an op, one behind the other on its stream."""
-    return EXPERT_KERNELS if op.kind in HALVED else 1
+    return EXPERT_KERNELS if op.kind in OF_EXPERTS else 1
 
 
 def caller_lane(schedule: Schedule) -> int:

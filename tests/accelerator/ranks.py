@@ -87,7 +87,7 @@ class Runner:
         )
 
         def begin() -> Work:
-            if meanwhile and (self.runs + op) % 2:  # before all that the op does; else behind it
+            if meanwhile and (self.runs + op + dist.get_rank()) % 2:  # before all that the op does; else behind it
                 self._executor.issue_meanwhile()
             return work
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.cuda._gpu_trace as gpu_trace
@@ -160,6 +163,33 @@ def test_recording_orders_the_ops(device):
         spans = timeline.lane(lane)
         assert len(spans) == CHUNKS
         assert all(first.end <= second.start + resolution for first, second in zip(spans, spans[1:], strict=False))
+
+
+def test_ops_are_issued_halfway_through_one_whose_backward_pass_says_so(device):
+    """Which autograd runs on a thread of its own, on a GPU."""
+    log, chains = [], Chains(device, LANES)
+    tell = executor("cuda").issue_meanwhile
+
+    def halfway(_):
+        log.append(threading.get_ident())
+        tell()
+
+    def backward():
+        rows = torch.ones(ROWS, WIDTH, device=device, requires_grad=True)
+        half = rows * 2
+        half.register_hook(halfway)
+        half.sum().backward()
+        log.append("second half")
+        assert rows.grad.eq(2).all()
+
+    ops = [replace(op, waits_for=tuple(other + 1 for other in op.waits_for)) for op in chains.schedule.ops]
+    chains.steps[0] = steps.call(lambda: log.append("copy")) + chains.steps[0]
+    chains.fill()
+    schedule = Schedule("halves", (Op(Kind.GRADIENT, Lane.COMPUTE, meanwhile=len(ops)), *ops))
+    executor("cuda").run(schedule, [steps.call(backward), *chains.steps])
+    thread, *told = log
+    assert told == ["copy", "second half"] and (EMULATED or thread != threading.get_ident())
+    chains.check(chains.outputs)
 
 
 @needs_streams

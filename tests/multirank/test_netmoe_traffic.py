@@ -139,6 +139,10 @@ def test_reported_bytes_are_those_sent(ranks, settings, options):
             assert ours < 0.95 * stock
 
 
+def seen(*_: Any) -> None:
+    """A hook that looks at what passes."""
+
+
 def refusals() -> list[str]:
     from megatron_moe_opt.integration.layer import netmoe_layer
     from tests.ranks.megatron import parallel
@@ -163,6 +167,16 @@ def refusals() -> list[str]:
             netmoe_layer._Begin()(block, (), {"per_layer_inputs": [torch.zeros(32, 4, 2)]})
         except ConfigurationError as error:
             texts.append(str(error))
+        probe = block.layers[0].mlp.register_forward_hook(seen)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(netmoe_layer, "say_once", lambda _, __, line: texts.append(line()))
+            netmoe_layer._Begin()(block, (), {})
+            patch.setattr(seen, "__module__", "modelopt.torch.distill.distillation_model")
+            try:
+                netmoe_layer._Begin()(block, (), {})
+            except ConfigurationError as error:
+                texts.append(str(error))
+        probe.remove()
         trained.model(batch["tokens"], batch["position_ids"], causal, labels=batch["labels"])
         if dist.get_rank() == 2:  # the same object, changed between passes
             causal.copy_(others)
@@ -247,6 +261,10 @@ def kept_at_home() -> tuple[list[bool], float]:
             move = placement.order.running.decided[placement].decision.result().move
             moved.append(bool((move != np.arange(len(move))).any()))
         at_home = []
+        probe = block.layers[0].register_forward_hook(seen)
+        netmoe_layer._Begin()(block, (), {})
+        at_home.append(bool(placement.order.running.unlike))
+        probe.remove()
         for given in ({"packed_seq_params": 1}, {"extract_layer_indices": {0}}, {}):
             if not given:
                 replay = types.SimpleNamespace(router_replay_action="replay_forward")
@@ -263,7 +281,9 @@ def test_passes_whose_samples_cannot_move_do_not_end_auto(ranks):
 
 def test_what_would_have_to_move_is_refused(ranks):
     for texts in ranks.run(refusals):
-        packed, padding, positions, others, masks = texts
+        packed, padding, positions, others, hook, distilled, masks = texts
+        assert "a hook on layers.0.mlp (tests.multirank.test_netmoe_traffic.seen) sees the samples" in hook
+        assert "what a hook on layers.0.mlp (modelopt.torch.distill.distillation_model.seen) sees" in distilled
         assert "positions of each sample would not follow: use monta" in positions
         assert "per_layer_inputs of TransformerBlock would not follow: use monta" in others
         assert "but rank 2 has another: drop --reset-attention-mask, or use monta" in masks

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import World
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
+from megatron_moe_opt.runtime.moving_samples import sample_counts
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
-from megatron_moe_opt.runtime.rows import sample_counts
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows
+from megatron_moe_opt.schedules.mpmoe import STRATEGIES
 from megatron_moe_opt.topology.nodes import NodeMap
 from tests.accelerator.clocks import Streams
 from tests.accelerator.collectives import check
@@ -161,13 +162,16 @@ CASES: dict[str, tuple[Any, ...]] = {
     "parm S1, dropping": ("parm", TP, REPLICATED | DROP, Options(parm_schedule="S1")),
     "parm S1, padded": ("parm", TP_EP4, REPLICATED | PAD, Options(parm_schedule="S1")),
     "mpmoe, dropping": ("mpmoe", {"ep": 4}, DROP, Options(partitions=2)),
-    **{f"mpmoe {one}": ("mpmoe", TP, {}, Options(partitions=3, memory_reuse=one)) for one in ("S1", "S2", "S3", "S4")},
+    **{f"mpmoe {one}": ("mpmoe", TP, {}, Options(partitions=3, memory_reuse=one)) for one in STRATEGIES},
     "mpmoe joint S2": ("mpmoe", TP, {}, Options(partitions=3, memory_reuse="S2", way="joint")),
     "mpmoe S4, padded": ("mpmoe", {"ep": 4}, PAD, Options(partitions=2, memory_reuse="S4")),
     "mpmoe hops S1, dropping": ("mpmoe", {"ep": 4}, DROP, Options(partitions=3, memory_reuse="S1", **IN_HOPS)),
     "mpmoe hops, padded": ("mpmoe", {"ep": 4}, PAD, Options(partitions=2, **IN_HOPS)),
     "mpmoe hops S1, experts travel": (
         "mpmoe", {"ep": 4}, {}, Options(partitions=2, memory_reuse="S1", **{**IN_HOPS, "domain_sizes": (2, 1)})
+    ),
+    "mpmoe hops, experts travel, one queue": (
+        "mpmoe", {"ep": 4}, {}, Options(partitions=3, **{**IN_HOPS, "domain_sizes": (2, 1)}, resident_layers=2), True
     ),
     "mpmoe hops, all experts travel": ("mpmoe", {"ep": 4}, {}, Options(partitions=2, way="hops", **ALL)),
     "mpmoe S2, recomputed": ("mpmoe", {"ep": 4}, RECOMPUTE, Options(partitions=2, memory_reuse="S2")),
@@ -224,11 +228,28 @@ def test_a_layer(of_case, case):
         assert all(map(int.__le__, waits, budget(case))), result["syncs"]
         assert not any(result["waited_for_packing"])
         assert result["error"] < 1e-6
-        assert all(result["issued_halfway"])  # of every pass that leaves something for the middle of its experts
+        halfway = result["issued_halfway"]  # of every pass that leaves something for the middle of its experts
+        assert all(halfway[len(halfway) // (1 + MICRO_BATCHES) :])  # the first call of experts does not tell
         if case.startswith("mpmoe") and CASES[case][3].partitions == 3:  # with two it may leave nothing
-            assert len(result["issued_halfway"]) == 2 * (1 + MICRO_BATCHES)
+            assert len(halfway) == 2 * (1 + MICRO_BATCHES)
         if case == "monta O3":  # what a run with fewer hardware queues is told of
             assert result["streams"] == ["compute", "copy", "group ep", "group expert-tp", "inter", "intra"]
+
+
+def experts_of_some_ranks_do_not_tell(library: Path) -> dict[str, Any]:
+    from megatron_moe_opt.runtime.through_experts import expert_call
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() % 2:  # as fused experts do
+            patch.setattr(expert_call, "telling_halfway", lambda *_: nullcontext())
+        return on_accelerator(library, *CASES["mpmoe S2"], one_queue=True)
+
+
+def test_ranks_issue_alike_whether_or_not_their_experts_tell_when_they_are_halfway(ranks, library):
+    of_ranks = ranks.run(experts_of_some_ranks_do_not_tell, library=library)
+    check([result["found"] for result in of_ranks])
+    for rank, result in enumerate(of_ranks):
+        assert result["error"] < 1e-6 and any(result["issued_halfway"]) == (rank % 2 == 0)
 
 
 def test_partitions_that_are_chosen_by_rows_cost_no_wait(ranks, library, tmp_path):

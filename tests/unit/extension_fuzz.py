@@ -313,6 +313,11 @@ def _begun(draw: Draw) -> list[Any]:
     return [kind.__new__(kind) if draw.chance(0.05) else draw.extension.exchange(*_exchange(draw))]
 
 
+def _stream_executor(draw: Draw) -> list[Any]:
+    kind = draw.extension.StreamExecutor
+    return [kind.__new__(kind) if draw.chance(0.05) else kind([0, 0, 0, 0])]
+
+
 CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "empty": lambda draw: [
         [draw.size() for _ in range(draw.randint(0, 4))], draw.choice(DTYPES),
@@ -358,7 +363,7 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "Executor.give_up": lambda draw: [draw.extension.Executor(draw.randint(0, 4))],
     "StreamExecutor": lambda draw: [[draw.randint(-3, 1) for _ in range(draw.randint(0, 4))]],
     "StreamExecutor.run": lambda draw: [draw.extension.StreamExecutor([0, 0, 0, 0]), *_executor_run(draw)[1:]],
-    "StreamExecutor.issue_meanwhile": lambda draw: [draw.extension.StreamExecutor([0, 0, 0, 0])],
+    "StreamExecutor.issue_meanwhile": _stream_executor,
     "new_cuda_stream": lambda draw: [draw.randint(-3, 1)],
     "build_info": lambda draw: [],
     "select_cpu_kernels": lambda draw: [draw.choice(("generic", "avx2", "avx512", "best", "", "a\0b", "\udc80"))],
@@ -516,7 +521,7 @@ def _use(result: Any, arguments: list[Any], draw: Draw) -> None:
         if draw.chance(0.3):
             _change(arguments, draw)
         if draw.chance(0.5):
-            draw.extension.Executor(2).run([(draw.randrange(2), [], [result])], 0, True)
+            draw.extension.Executor(2).run([(draw.randrange(2), [], [result], 0)], 0, True)
         else:
             result.run()
         if draw.chance(0.1):

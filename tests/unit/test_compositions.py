@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.mpmoe import NONE, PartitionRows, RowBytes, by_rows, forward
-from megatron_moe_opt.schedules.schedule import COLLECTIVES
-from tools.compositions import COMPUTES, chunked, tables, with_shared
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, OF_EXPERTS
+from tools.compositions import chunked, tables, with_shared
 
 PAGE = Path(__file__).parents[2] / "docs" / "compositions.md"
 
@@ -21,7 +21,7 @@ def test_one_partition_worked_out_by_hand():
     schedule = forward(NONE, [PartitionRows(8, 16)], RowBytes(1, 1), by_rows(2, 2))
 
     def seconds(schedule, chunks=1):
-        of_kind = dict.fromkeys(COLLECTIVES, 1 / chunks) | dict.fromkeys(COMPUTES, 2.0)
+        of_kind = dict.fromkeys(COLLECTIVES, 1 / chunks) | dict.fromkeys(OF_EXPERTS, 2.0)
         return simulate(schedule, lambda op: 1.0 if op.group == "shared" else of_kind.get(op.kind, 0.0)).seconds
 
     assert chunked(schedule, 1) == schedule

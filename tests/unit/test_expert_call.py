@@ -251,40 +251,42 @@ def test_what_activations_save_is_not_offloaded_and_gradients_are_the_same(way, 
 
 
 @pytest.mark.parametrize("middle", [Restore.KEEP, Restore.RECOMPUTE, Restore.OFFLOAD])
-@pytest.mark.parametrize("num_experts", [1, 2, 3])
-def test_experts_tell_when_half_of_their_products_have_run_in_either_pass(num_experts, middle):
-    """With one expert or three that is between an expert's two products, with two between the experts."""
+@pytest.mark.parametrize(("num_experts", "owners"), [(1, 1), (2, 1), (3, 1), (1, 2), (3, 2)])
+def test_experts_tell_when_half_of_their_products_have_run_in_either_pass(num_experts, owners, middle):
+    """All but those of the first call. Where experts travel they run once for each owner."""
     modules = torch.nn.ModuleList(Expert("apart") for _ in range(num_experts))
-    counts, log = [ROWS // num_experts] * num_experts, []
+    half, log = num_experts * owners, []
+    counts = [ROWS // half] * half
 
     def run(tokens: torch.Tensor, _: torch.Tensor, probs: torch.Tensor, __: object = ()) -> torch.Tensor:
-        parts = zip(modules, tokens.split(counts), probs.split(counts), strict=True)
+        parts = zip([*modules] * owners, tokens.split(counts), probs.split(counts), strict=True)
         return torch.cat([expert(*part) for expert, *part in parts])
 
-    def taken(number: int, _: torch.Tensor | None) -> None:
-        if number % 4 in (0, 2):  # not a bias
-            log.append(number // 2)
+    def note(number: int, returned: tuple[torch.Tensor, torch.Tensor]) -> None:
+        log.append(number)
+        if returned[0].requires_grad:
+            returned[0].register_hook(lambda _: log.append(number))
 
-    products = tuple(Products(one, "first", "second") for one in modules)
     for number, one in enumerate(product for expert in modules for product in (expert.first, expert.second)):
-        one.register_forward_hook(lambda *_, number=number: log.append(number))
+        one.register_forward_hook(lambda *hooked, number=number: note(number, hooked[-1]))
+    products = tuple(Products(one, "first", "second") for one in modules)
     module, tokens = Experts(run, tuple(modules.parameters()), products=products), torch.randn(ROWS, HIDDEN)
     of_call = torch.tensor(counts), torch.rand(ROWS), middle, addresses_of(modules.parameters())
-    call = ExpertCall(module, *of_call, halfway=lambda: log.append("halfway"))
-    passes = [call.forward, call.recompute] if middle is Restore.RECOMPUTE else [call.forward]
-    for forward in passes:
-        forward(tokens)
-        assert log == [*range(num_experts), "halfway", *range(num_experts, 2 * num_experts)]
+    first, call = (ExpertCall(module, *of_call, halfway=lambda: log.append("halfway")) for _ in range(2))
+    all_products = [*range(2 * num_experts)] * owners
+    first.forward(tokens)
+    assert log == all_products
+    for forward in [call.forward, call.recompute] if middle is Restore.RECOMPUTE else [call.forward]:
         log.clear()
+        forward(tokens)
+        assert log == [*all_products[:half], "halfway", *all_products[half:]]
     if middle is Restore.OFFLOAD:
         call.offload_middle()
         come_back(call)
         call.activate(tokens)
-        log.clear()
-    call.backward(tokens, torch.ones(ROWS, HIDDEN), taken)
-    where = log.index("halfway")
-    assert log.count("halfway") == 1
-    assert set(log[:where]) == set(range(num_experts, 2 * num_experts)) and len(log) == 2 * num_experts + 1
+    log.clear()
+    call.backward(tokens, torch.ones(ROWS, HIDDEN), lambda *_: None)
+    assert log == [*reversed(all_products[half - 1 :]), "halfway", *reversed(all_products[: half - 1])]
 
 
 @pytest.mark.parametrize("way", ["fewer", "more", "larger"])

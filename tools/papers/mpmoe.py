@@ -19,7 +19,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
-from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, OF_EXPERTS
 from megatron_moe_opt.systems.mpmoe import candidate
 from megatron_moe_opt.topology.layouts import Layout
 from tools.mpmoe_formulas import LayerElements
@@ -141,7 +141,7 @@ def in_sequence(model: str, count: int = PARTS) -> tuple[float, float]:
     costs = _on("Valor", 16, model, 8 * K).expert_costs
     timelines = pipeline("Valor", 16, model, 8 * K, count, NONE).timelines
     ops = [op for timeline in timelines for op in timeline.schedule.ops]
-    return tuple(sum(costs(op) for op in ops if op.kind in kinds) for kinds in (COLLECTIVES, _COMPUTATION))
+    return tuple(sum(costs(op) for op in ops if op.kind in kinds) for kinds in (COLLECTIVES, OF_EXPERTS))
 
 
 def of_sequence(model: str) -> float:
@@ -151,7 +151,6 @@ def of_sequence(model: str) -> float:
     )
 
 
-_COMPUTATION = (Kind.COMPUTE, Kind.GRADIENT)
 _TWO = (
     "two lanes that hide behind each other give 2 at most, and here they are not equally long; FastMoE without tensor "
     "cores (Fig. 16: 1.3 to 1.35) would bring a part of the rest"

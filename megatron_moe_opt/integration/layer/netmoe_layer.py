@@ -14,7 +14,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder, in_this_pass
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.layer.hooks_of_others import HookOfOthers, hooks_of_others
 from megatron_moe_opt.integration.layer.layer_seam import own_method
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, split_over_tp
 from megatron_moe_opt.integration.observe.netmoe_report import watch
@@ -274,6 +275,8 @@ class _Begin:
 
     def __init__(self) -> None:
         self.masks = _Masks()
+        self._hooks: list[HookOfOthers] | None = None
+        """The hooks that see samples which have moved; None: no pass has begun."""
 
     def __call__(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Checks what is passed, and begins with all samples at home."""
@@ -282,7 +285,9 @@ class _Begin:
             return  # another dispatcher's turn
         order = placement.order
         given = dict(zip(_arguments_of(type(block)), args, strict=False)) | kwargs
-        what = _of_samples(block, given)
+        if self._hooks is None:
+            self._hooks = hooks_of_others(block)
+        what = _of_samples(block, given) or _reads_samples(self._hooks, order.stays_home)
         if what is None:
             order.begin(self.masks.unlike(given.get("attention_mask")))
         elif order.stays_home:
@@ -327,6 +332,23 @@ def _of_samples(block: Any, given: Mapping[str, Any]) -> str | None:
         return "positions of each sample"
     if any(map(_replays_routing, block.layers)):
         return "routing that is recorded or replayed"
+    return None
+
+
+def _reads_samples(hooks: Sequence[HookOfOthers], stays_home: bool) -> str | None:
+    """Returns what of the hooks on a block's layers is for the samples of their rank; None: nothing that is known.
+
+    Nobody knows what other hooks are for, and one that only looks harms nothing: so they are named, once. Where samples
+    may as well stay at home, they do.
+    """
+    for hook in hooks:
+        if hook.distills or stays_home:
+            return f"what {hook} sees"
+    for hook in hooks:
+        say_once("netmoe", hook.function, lambda hook=hook: (
+            f"{hook} sees the samples that a rank has inside a block, which may be another rank's outside of it: use "
+            "monta if they are compared with this rank's own"
+        ))  # fmt: skip
     return None
 
 

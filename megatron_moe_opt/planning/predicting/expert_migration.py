@@ -33,7 +33,7 @@ from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import expert_migration as schedules
 from megatron_moe_opt.schedules.hops import HopBytes, HopStages, level_of
-from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.schedule import CODEC, OF_EXPERTS, Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline, numbered, one_after_another
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 from megatron_moe_opt.topology.layouts import divisors
@@ -286,7 +286,7 @@ def _seconds_of_ops(
 
     def cost(op: Op) -> float:
         if op.group is None:
-            is_expert = op.kind in (Kind.COMPUTE, Kind.GRADIENT)
+            is_expert = op.kind in OF_EXPERTS
             return experts if is_expert else codec_seconds(layer, domains, op, codec)
         level = level_of(op.group)
         if op.kind is Kind.ALL_TO_ALL:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_moe_opt.schedules.issue_order import HALVED, HELD
-from megatron_moe_opt.schedules.schedule import Lane, Op, Schedule, ScheduleError
+from megatron_moe_opt.schedules.issue_order import HELD
+from megatron_moe_opt.schedules.schedule import OF_EXPERTS, Lane, Op, Schedule, ScheduleError
 from megatron_moe_opt.schedules.timeline import Timeline
 
 Slowdown = Mapping[tuple[Lane, ...], float]
@@ -36,7 +36,7 @@ def simulate(
     order = Order.of(schedule)
     seconds = [cost(op) for op in schedule.ops]
     if one_queue:
-        halved = tuple(op.meanwhile if op.kind in HALVED else None for op in schedule.ops)
+        halved = tuple(op.meanwhile if op.kind in OF_EXPERTS else None for op in schedule.ops)
         return Timeline.of_times(schedule, _play_in_turn(order, seconds, halved, slowdown))
     return Timeline.of_times(schedule, play(order, seconds, slowdown))
 
@@ -55,13 +55,21 @@ class Order:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Order:
-        """Raises ScheduleError where an op waits for one that does not come before it."""
+        """Raises ScheduleError where an op waits for one that does not come before it, or is halfway through another
+        what cannot be.
+        """
         for index, op in enumerate(schedule.ops):
             for other in op.waits_for:
                 if not 0 <= other < index:
                     raise ScheduleError(
                         f"{schedule.name}, op {index} ({op}) waits for op {other}, which does not come before it"
                     )
+            behind = schedule.ops[index + 1 : index + 1 + op.meanwhile]
+            if len(behind) < op.meanwhile or any(other.lane is op.lane or other.meanwhile for other in behind):
+                raise ScheduleError(
+                    f"{schedule.name}, op {index} ({op}): not all {op.meanwhile} ops behind it can be issued halfway "
+                    "through it"
+                )
         lanes = schedule.lanes
         number = {lane: index for index, lane in enumerate(lanes)}
         return cls(lanes, tuple(number[op.lane] for op in schedule.ops), tuple(op.waits_for for op in schedule.ops))

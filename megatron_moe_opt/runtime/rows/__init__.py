@@ -1,1 +1,1 @@
-"""Rows on their way to experts and back."""
+"""Rows on their way to experts and back, as one all-to-all or several collectives carry them."""

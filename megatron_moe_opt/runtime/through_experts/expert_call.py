@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.engine.random_states import RandomStates
-from megatron_moe_opt.runtime.through_experts.products import Products, telling_halfway
+from megatron_moe_opt.runtime.through_experts.products import Products, ProductsRun, telling_halfway
 from megatron_moe_opt.runtime.through_experts.saved_middle import SavedMiddle
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts
 from megatron_moe_opt.schedules.mpmoe import Restore
@@ -41,6 +41,7 @@ class Shown:
     """The bytes of a row that are computed again, as far as an offload has shown them."""
     use_only_their_own: bool = False
     """Whether a graph was looked through, and all that is trained in it is the experts' own."""
+    products_run: ProductsRun = field(default_factory=ProductsRun)
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Experts:
     gradients: no call uses them.
     """
     products: tuple[Products, ...] = ()
-    """The pairs of matrix products between which nothing but an activation is saved, in the order in which they run."""
+    """The pairs of matrix products between which nothing but an activation is saved, in any order."""
     random_states: Callable[[], RandomStates] = RandomStates
     """Returns the present states of all random generators that the experts may draw from."""
     shown: Shown = field(default_factory=Shown)
@@ -165,6 +166,7 @@ class ExpertCall:
         """
         gradients, self._gradients = self._gradients, None  # the call outlives them: its partition's are sent by then
         gradients.output = grad_output
+        self._experts.borrow()  # now, on all ranks alike: those that begin with their own experts would ask later
         inputs = (self._anchor, *self._experts.parameters)
         with self._saved.reading(tokens), _taking(self._experts.parameters, take) as taken:
             found = torch.autograd.grad(self._exit, inputs, torch.zeros_like(self._exit), allow_unused=True)[1:]
@@ -219,7 +221,9 @@ class ExpertCall:
         return output.detach()
 
     def _telling_halfway(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._halfway is None else telling_halfway(self._experts.products, self._halfway)
+        if self._halfway is None:
+            return nullcontext()
+        return telling_halfway(self._experts.products, self._experts.shown.products_run, self._halfway)
 
     def _without_borrowed(self) -> AbstractContextManager[Any]:
         """Returns a context in which operations save what they save anyhow, but no borrowed expert: it may go."""

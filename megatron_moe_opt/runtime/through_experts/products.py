@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,20 +23,28 @@ class Products:
     second: str
 
 
-@contextmanager
-def telling_halfway(products: Sequence[Products], tell: Callable[[], None]) -> Iterator[None]:
-    """Calls `tell` inside the context when half of the products have run, and in the backward pass of what they compute
-    there when half of theirs have. Experts whose products nobody knows tell nothing.
+@dataclass
+class ProductsRun:
+    """How many products ran in the last call of the experts; the next one is taken to run as many.
 
-    Args:
-        products: in the order in which they run.
+    No module tells: experts that travel run as often as they have owners, or once for all of them.
     """
-    modules = [one.module._modules[name] for one in products for name in (one.first, one.second)]
-    if not modules:
-        yield
-        return
+
+    number: int = 0
+
+
+@contextmanager
+def telling_halfway(products: Sequence[Products], last: ProductsRun, tell: Callable[[], None]) -> Iterator[None]:
+    """Calls `tell` inside the context when half of the products have run, and in the backward pass of what they compute
+    there when half of theirs have. Experts whose products nobody knows tell nothing, nor does their first call.
+    """
+    number = 0
 
     def told(_: nn.Module, __: object, returned: object) -> None:
+        nonlocal number
+        number += 1
+        if 2 * number != last.number:
+            return
         tell()
         output = returned[0] if isinstance(returned, tuple) else returned
         if isinstance(output, torch.Tensor) and output.requires_grad:
@@ -44,8 +52,9 @@ def telling_halfway(products: Sequence[Products], tell: Callable[[], None]) -> I
             # gradient is there when the last of them has given its own.
             output.register_hook(lambda _: tell())
 
-    handle = modules[len(modules) // 2 - 1].register_forward_hook(told)
-    try:
+    with ExitStack() as hooks:
+        for one in products:
+            for name in (one.first, one.second):
+                hooks.enter_context(one.module._modules[name].register_forward_hook(told))
         yield
-    finally:
-        handle.remove()
+    last.number = number

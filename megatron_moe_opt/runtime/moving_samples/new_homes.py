@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_moe_opt.kernels.streams import to_device
-from megatron_moe_opt.runtime.rows.hop_plan import HopPlan
-from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts
-from megatron_moe_opt.runtime.rows.token_hops import TokenHops
+from megatron_moe_opt.runtime.hops.hop_plan import HopPlan
+from megatron_moe_opt.runtime.hops.token_hops import TokenHops
+from megatron_moe_opt.runtime.moving_samples.sample_counts import SampleCounts
 
 
 @dataclass(frozen=True)

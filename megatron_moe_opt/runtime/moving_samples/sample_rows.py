@@ -19,11 +19,11 @@ from megatron_moe_opt.kernels import (
 )
 from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.row_format import SAME, Wire
+from megatron_moe_opt.runtime.moving_samples.sample_counts import SampleCounts
+from megatron_moe_opt.runtime.moving_samples.sample_exchange import SampleReturn, to_new_homes
 from megatron_moe_opt.runtime.rows.exchange_plan import ExchangePlan, plan_exchange
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, to_experts
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows, permuted
-from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts
-from megatron_moe_opt.runtime.rows.sample_exchange import SampleReturn, to_new_homes
 from megatron_moe_opt.runtime.rows.ways import Way, way_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 

@@ -15,9 +15,9 @@ import torch
 from megatron_moe_opt.kernels import LANE_BYTES, RowMap, row_map_from_sources
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Steps
-from megatron_moe_opt.runtime.rows.hop_plan import HopPlan
-from megatron_moe_opt.runtime.rows.hop_way import Hops
-from megatron_moe_opt.runtime.rows.new_homes import Along, NewHomes
+from megatron_moe_opt.runtime.hops.hop_plan import HopPlan
+from megatron_moe_opt.runtime.hops.hop_way import Hops
+from megatron_moe_opt.runtime.moving_samples.new_homes import Along, NewHomes
 from megatron_moe_opt.runtime.rows.row_layout import AtExperts, Layout, Payload
 from megatron_moe_opt.schedules import netmoe
 from megatron_moe_opt.schedules.hops import HopStages, level_of

@@ -12,9 +12,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.row_format import SAME, Wire
+from megatron_moe_opt.runtime.hops.hop_plan import DomainTables, HopPlan
+from megatron_moe_opt.runtime.hops.hop_way import DeviceTables, Hops
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
-from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopPlan
-from megatron_moe_opt.runtime.rows.hop_way import DeviceTables, Hops
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows, TokensWithFacts
 from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
 from megatron_moe_opt.runtime.rows.row_layout import Payload

@@ -1,0 +1,48 @@
+"""Hooks that others have put on modules: whoever reads there what passes through a layer."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_FRAMEWORKS = frozenset({"megatron", "megatron_moe_opt", "torch", "transformer_engine"})
+"""The packages whose hooks gather parameters, reduce gradients and the like, whatever samples pass."""
+
+
+class HookOfOthers(NamedTuple):
+    """A hook on a module inside a block."""
+
+    module: str
+    """The module's name in the block."""
+    function: str
+    """The hook's name, with that of the Python module that it is from."""
+
+    @property
+    def distills(self) -> bool:
+        """Whether ModelOpt takes what it sees here for a loss, as Megatron-Bridge's knowledge distillation has it."""
+        return self.function.startswith("modelopt.torch.distill")
+
+    def __str__(self) -> str:
+        return f"a hook on {self.module} ({self.function})"
+
+
+def hooks_of_others(block: Any) -> list[HookOfOthers]:
+    """Returns the hooks on modules inside a transformer block's layers, and on these, that are neither PyTorch's,
+    Megatron's, Transformer Engine's nor ours.
+    """
+    found = []
+    for name, module in block.layers.named_modules(prefix="layers"):
+        for kind in _KINDS:
+            for hook in getattr(module, kind).values():
+                function = _function(hook)
+                if function.partition(".")[0] not in _FRAMEWORKS:
+                    found.append(HookOfOthers(name, function))
+    return found
+
+
+def _function(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -1,0 +1,1 @@
+"""Samples that move to other ranks with the combine (NetMoE)."""
