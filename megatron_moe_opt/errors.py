@@ -6,8 +6,8 @@ from __future__ import annotations
 class ConfigurationError(ValueError):
     """A setting that cannot work. The message is one sentence: the flag or file, its value, and the way out.
 
-    Raised before training starts, never in the middle of a step. Names of files, and what is in them, may hold what a
-    terminal obeys or what cannot be encoded: it is shown escaped.
+    Raised before training starts, or in the first pass or step that shows it. Names of files, and what is in them, may
+    hold what a terminal obeys or what cannot be encoded: it is shown escaped.
     """
 
     def __init__(self, message: str) -> None:

@@ -302,7 +302,7 @@ class Workload:
         """
         from megatron_moe_opt import kernels
         from megatron_moe_opt.runtime.hops.hop_way import present
-        from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
+        from megatron_moe_opt.runtime.hops.row_facts import RowFacts, experts_of_tokens
         from megatron_moe_opt.runtime.rows.row_layout import Payload
 
         tokens, probs, num_experts = self.tokens.detach(), self.probs.detach(), self.routing_map.size(1)

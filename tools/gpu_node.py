@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from megatron_moe_opt.planning.costs.gpu_settings import SHARED
+from megatron_moe_opt.gpu_settings import SHARED
 from tools.gpu_page import Result, page
 from tools.test_matrix import QUICK
 
@@ -97,7 +97,11 @@ class Ranks:
 
 
 def steps(ranks: Ranks, flex: Sequence[str], folder: Path) -> list[Step]:
-    """All steps in turn. `flex` are the back ends of Megatron's flex that can run; together at most 13 minutes."""
+    """All steps in turn: together at most 13 minutes, three times that where ranks share a GPU.
+
+    Args:
+        flex: the back ends of Megatron's flex that can run.
+    """
     dispatchers = ",".join(["allgather", *(f"flex:{backend}" for backend in flex), *OURS])
     shape = ("--hidden", "4096", "--ffn-hidden", "1536", "--dtype", "bf16")
     sizes = ("--tokens", "4096", "--topk", "8", *shape)

@@ -69,7 +69,6 @@ class Memory {
     return tensor_;
   }
   const void* data() const { return tensor().const_data_ptr(); }
-  void* mutable_data() const { return tensor().mutable_data_ptr(); }
 
  private:
   void check_held() const;

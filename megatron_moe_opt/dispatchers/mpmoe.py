@@ -125,17 +125,23 @@ class MpmoeDispatcher(Dispatcher):
     """Moves tokens to their experts, runs the experts, and moves the results back."""
 
     def __init__(
-        self, groups: ExpertGroups, partitioning: Partitioning, wire: Wire = SAME, shares_tokens: bool = False
+        self,
+        groups: ExpertGroups,
+        partitioning: Partitioning,
+        wire: Wire = SAME,
+        shares_tokens: bool = False,
+        is_recomputed: bool = False,
     ) -> None:
         """
         Args:
             wire: how rows travel.
+            is_recomputed: whether forward passes are repeated in backward passes: in the partitions that they had.
             shares_tokens: a TP group whose ranks hold the same tokens shares them out here, where all of them hop.
         """
         self.groups, self.partitioning, self.wire = groups, partitioning, wire
         self.hops: TokenHops | None = None
         """Where the layer's tokens hop, in groups that live as long as this dispatcher; None: partitions go by rows."""
-        self._shares_tokens = shares_tokens
+        self._shares_tokens, self._is_recomputed = shares_tokens, is_recomputed
         self._copies: TokenCopies | None = None
         """The TP group that shares out its tokens; None: every rank has tokens of its own."""
         self.migrated: MigratedExperts | None = None
@@ -178,9 +184,11 @@ class MpmoeDispatcher(Dispatcher):
                 return [routing_map_TE.size(1) * capacity] * groups.ep_size
             rows = routing_map_TE.sum(0).view(groups.ep_size, -1).sum(1)
             dist.all_reduce(rows, group=groups.joint)
-            before, self._rows = self._rows, HostCopy(rows)
+            before, self._rows = None if self._is_recomputed else self._rows, HostCopy(rows)
             holders = groups.etp_size * (1 if tp is None else tp.size())
-            # host synchronisation: where partitions depend on rows, in the first pass; later ones go by the last one's
+            # host synchronisation: where partitions depend on rows, in the first pass; later ones go by the last one's,
+            # but where one may be the repetition of another, which has its rows and must be cut alike: experts may draw
+            # random numbers, and Transformer Engine keeps scales of each call of them
             return [of_rank // holders for of_rank in (before or self._rows).wait().tolist()]
 
         partitions = self.partitioning.choose(rows_of_ranks)

@@ -49,8 +49,8 @@ class Partitioning(Protocol):
 
         Args:
             rows: returns how many rows the experts of each rank of the expert-parallel group got in the last pass (in
-                the first, that they get), a row for each expert of a token, before expert-TP peers have gathered them:
-                the same on all ranks of the layer's joint group. A collective call.
+                the first, and where passes are repeated, that they get), a row for each expert of a token, before
+                expert-TP peers have gathered them: the same on all ranks of the layer's joint group. A collective call.
         """
 
     def describe(self) -> str:
@@ -84,7 +84,7 @@ class FixedPartitioning:
 
 
 class MeasuredPartitioning:
-    """Chooses the partitioning that is fastest according to a profile, for the number of rows that the last pass had.
+    """Chooses the partitioning that is fastest according to a profile, for the number of rows that it is told of.
 
     The ranks of a layer's groups have one of them read the profile, and are told the same number of rows.
     """

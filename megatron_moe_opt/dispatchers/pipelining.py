@@ -24,8 +24,8 @@ class Pipelining(Protocol):
     """Says how the next layer's rows are pipelined. All ranks that share a process group must be told alike."""
 
     @property
-    def current(self) -> tuple[str | None, int]:
-        """Returns the level (O1, O2 or O3; None: Parm's one all-to-all, see runtime.ways) and the number of chunks."""
+    def current(self) -> tuple[str, int]:
+        """Returns the level (O1, O2 or O3) and the number of chunks."""
 
     def observe(self, counts: torch.Tensor) -> None:
         """Learns what is being sent; may change `current` for the next pass.
@@ -53,7 +53,7 @@ def pipelining_of(options: Options, groups: ExpertGroups, layer: LayerWorkload) 
 class FixedPipelining:
     """Chooses the level and the chunks that the user asked for."""
 
-    def __init__(self, level: str | None, num_chunks: int) -> None:
+    def __init__(self, level: str, num_chunks: int) -> None:
         self.current = level, num_chunks
 
     def observe(self, counts: torch.Tensor) -> None:

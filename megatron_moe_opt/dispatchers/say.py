@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable, Mapping
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.gpu_settings import other_settings
 from megatron_moe_opt.planning.costs.cluster import EXPERT, RANKS, ROW, TYPE, Cluster
 from megatron_moe_opt.planning.costs.differences import differences
-from megatron_moe_opt.planning.costs.gpu_settings import other_settings
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.versions import software
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.say import say_once
+from megatron_moe_opt.gpu_settings import blocking_waits, needless_queue, too_few_queues
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.costs.gpu_settings import blocking_waits, needless_queue, too_few_queues
 from megatron_moe_opt.row_format import SAME
 from megatron_moe_opt.runtime.engine.executor import streams_in_use
 

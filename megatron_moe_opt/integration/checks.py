@@ -118,7 +118,7 @@ def check_options_are_read(name: str, options: Options) -> None:
 
 
 def readers(field: str) -> tuple[str, ...]:
-    """Returns the dispatchers that read an option, by the name of its field; empty: all of them do."""
+    """Returns the dispatchers that read an option, by the name of its field; empty: a check of its own says."""
     systems = [system.name for system in SYSTEMS if system.reads_option(field)]
     by_auto = Options.__dataclass_fields__[field].metadata["auto"] == READS
     return (*systems, AUTO) if by_auto else tuple(systems)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,13 @@ def configs_of_step() -> list[Any]:
     A process may train several, of which not all have MoE layers.
     """
     return [chunk.config for chunk in getattr(_ending, "model_chunks", None) or ()]
+
+
+def may_skip_alone() -> bool:
+    """Whether the optimizer whose step has ended skips steps by the norm of gradients, which each rank may decide
+    otherwise (megatron-core 0.19: one without trained parameters has none).
+    """
+    return math.isfinite(getattr(getattr(_ending, "config", None), "grad_norm_skip_threshold", math.inf))
 
 
 def _call(callbacks: list[Callable[[], None]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_moe_opt.integration.host.patching import when_imported
+from megatron_moe_opt.integration.patching import when_imported
 
 WRAPPERS = {
     "use_megatron_fsdp": ("megatron.core.distributed.fsdp.mcore_fsdp_adapter", "FullyShardedDataParallel"),

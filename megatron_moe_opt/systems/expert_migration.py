@@ -351,6 +351,8 @@ def _stays(options: MigrationOptions, run: Run) -> str | None:
         return "experts travel, and those of some layer are frozen on some of the ranks that share them, not on others"
     if run.dtypes:
         return f"experts travel, and parameters of {', '.join(run.dtypes)} do not in one message"
+    if run.stays_behind is not None:
+        return f"experts travel, and {run.stays_behind} does not"
     return None
 
 

@@ -129,14 +129,16 @@ def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
     from megatron_moe_opt.runtime.hops.token_hops import TokenHops
     from megatron_moe_opt.topology.domain_groups import domain_groups, levels_of
 
+    is_recomputed = config.recompute_granularity == "full" or "moe" in recomputed_modules(config)
     if HOPS not in options.ways:
         workload = layer_workload(config, groups, wire=options.wire)
-        return MpmoeDispatcher(groups, partitioning_of(options, groups, workload), wire=options.wire)
+        partitioning = partitioning_of(options, groups, workload)
+        return MpmoeDispatcher(groups, partitioning, options.wire, is_recomputed=is_recomputed)
     workers = levels_of(groups.ep, options.network_levels)
     workload = layer_workload(config, groups, workers, wire=options.wire)
     shares_tokens = workload.sharers > 1 and options.ways == (HOPS,)
     partitioning = partitioning_of(options, groups, workload)
-    dispatcher = MpmoeDispatcher(groups, partitioning, wire=options.wire, shares_tokens=shares_tokens)
+    dispatcher = MpmoeDispatcher(groups, partitioning, options.wire, shares_tokens, is_recomputed)
     hops_in = domain_groups(groups.ep, domains_of(options, workers), dispatcher)
     dispatcher.hops = TokenHops(hops_in, groups, config.num_moe_experts, config.moe_router_topk, options.wire)
     return dispatcher

@@ -66,10 +66,10 @@ def _build(groups: Any, options: ParmOptions, config: Any) -> Any:
 
 
 def _check(config: Any, options: ParmOptions, arguments: Any) -> None:
-    if options.parm_schedule == "S2" and config.sequence_parallel:
+    if (flag := _takes_copies(options)) is not None and config.sequence_parallel:
         raise ConfigurationError(
-            f"{PREFIX}parm-schedule S2 splits what all TP ranks hold, but with --sequence-parallel they hold parts of "
-            "it: drop one of the two"
+            f"{flag} splits what all TP ranks hold, but with --sequence-parallel they hold parts of it: drop one of "
+            "the two"
         )
 
 
@@ -111,7 +111,7 @@ def _candidates(layer: LayerOnCluster, options: ParmOptions) -> Iterator[Predict
 
 
 def _stays(options: ParmOptions, run: Run) -> str | None:
-    if options.parm_schedule != "S2" or not run.routes_together:
+    if _takes_copies(options) is None or not run.routes_together:
         return None
     return (
         "drops or balances all tokens of a TP group together, the others those of each rank, which is another "

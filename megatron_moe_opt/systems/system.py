@@ -131,6 +131,8 @@ class Run:
     """The dtypes of the parameters of some layer's experts, where these are several."""
     called_by: str | None = None
     """The method of a layer's own class that calls its experts; None: Megatron's does."""
+    stays_behind: str | None = None
+    """What the experts of some layer have that does not travel with their parameters; None: nothing."""
 
 
 @dataclass(frozen=True)

@@ -69,12 +69,15 @@ def temporary_groups(groups: Iterable[ProcessGroup]) -> Iterator[None]:
     """Destroys this rank's groups after the block, when all ranks of the world have done with theirs.
 
     A rank that destroys a group while others make their next one can cut the connections of that one (seen with Gloo).
+    After a failure none is destroyed but of a lone process: NCCL would wait for ranks that do not know of it yet.
     """
+    lets_go = dist.get_world_size() == 1
     try:
         yield
         all_let_go()
+        lets_go = True
     finally:
-        for group in groups:
+        for group in groups if lets_go else ():
             dist.destroy_process_group(group)
 
 

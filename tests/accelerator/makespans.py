@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -110,8 +111,13 @@ def longer(executor: SoftwareExecutor) -> str:
         seconds = [[makespan(executor, one, cost, queues) for one in schedules] for queues in (Queues.ONE, Queues.MANY)]
         of_guesses.append([one / many for one, many in zip(*seconds, strict=True)])
     first, *others = of_guesses
+    whole = [replace(one, ops=tuple(replace(op, meanwhile=0) for op in one.ops)) for one in schedules]
+    untold = [
+        makespan(executor, one, nominal, Queues.ONE) / makespan(executor, one, nominal, Queues.MANY) for one in whole
+    ]
     lines = []
-    for name, ratios in (("the first guess", first), ("the others", sum(others, []))):
+    by = {"the first guess": first, "the others": sum(others, []), "the first, of experts without a middle": untold}
+    for name, ratios in by.items():
         slower, above = sum(ratio > 1 + 1e-9 for ratio in ratios), sum(ratio > 1.15 for ratio in ratios)
         spread = f"{fmean(ratios):.4f} times as long in the mean, {max(ratios):.3f} at most, over 1.15 in {above}"
         lines.append(f"by {name}: of {len(ratios)} cases {slower} take longer; {spread}")

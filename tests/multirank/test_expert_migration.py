@@ -240,6 +240,36 @@ def test_experts_that_inference_has_gathered_are_trained(ranks, settings):
     ranks.run(generated_first, **settings)
 
 
+def scaled(_: Any, __: Any, outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    return 2 * outputs[0], outputs[1]
+
+
+def with_what_stays(**options: Any) -> list[str]:
+    """What is said of experts that have a buffer, or a hook of somebody's."""
+    from megatron_moe_opt.errors import ConfigurationError
+    from tests.ranks.megatron import parallel
+
+    texts = []
+    with parallel(ep=4):
+        _, found = layers(2, **options)
+        expert, other = (layer.experts.local_experts[0] for layer in found)
+        expert.register_buffer("scale", torch.ones(1))
+        other.register_forward_hook(scaled)
+        for layer in found:
+            with pytest.raises(ConfigurationError) as caught:
+                layer(hidden_states(1))
+            texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.parametrize("settings", [{}, {"dispatcher": "mpmoe", "way": "hops", "partitions": 2}], ids=str)
+def test_experts_with_what_does_not_travel_with_their_weights_are_refused(ranks, settings):
+    """They would scale, mask or adapt the experts of all ranks by what this rank has for its own."""
+    for buffer, hook in ranks.run(with_what_stays, **settings):
+        assert "experts travel, and the buffer local_experts.0.scale of experts stays on its rank" in buffer
+        assert "a hook on local_experts.0 (tests.multirank.test_expert_migration.scaled) stays" in hook
+
+
 def frozen_on_rank_one(**options: Any) -> None:
     from tests.ranks.megatron import parallel
 

@@ -125,10 +125,14 @@ def refusals(folder: str) -> list[str]:
         job = build("monta", Path(folder, "order.json"), optimizer_format="dp_reshardable")
         state = build("alltoall", None).model.module.state_dict()
         mine = "order.json" if dist.get_rank() else "changed.json"
+        saved = build("monta", Path(folder, "order.json"), microbatches=1)
+        saved.sharded_state()
+        saved.train(1)
         for attempt in (
             lambda: job.sharded_state(),
             lambda: job.model.module.state_dict(),
             lambda: job.model.module.load_state_dict(state),
+            lambda: saved.model.module.load_state_dict(state),
             lambda: build("monta", Path(folder, mine)),
         ):
             with pytest.raises(ConfigurationError) as refused:
@@ -141,10 +145,10 @@ def test_what_knows_experts_by_place_is_refused(ranks, tmp_path):
     write_order(tmp_path / "order.json", 4, 1)
     write_order(tmp_path / "changed.json", 4, 2)
     for texts in ranks.run(refusals, folder=str(tmp_path)):
-        bucketed, plain, loaded, different = texts
+        bucketed, plain, loaded, loaded_later, different = texts
         assert "optimizer states of format dp_reshardable" in bucketed
         assert "a plain state_dict names experts by their place" in plain
-        assert "loads distributed checkpoints only" in loaded
+        assert "loads distributed checkpoints only" in loaded and loaded_later == loaded
         assert "--moe-opt-expert-order is a file with SHA-256 " in different
 
 

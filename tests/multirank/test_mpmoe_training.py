@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.dispatchers.partitioning import Partitions
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
 from tests.ranks.training import losses
@@ -167,3 +169,70 @@ def test_nothing_stays_behind(ranks, strategy):
     for device, host in ranks.run(held_after_a_pass, strategy=strategy):
         assert device < 20_000  # auxiliary losses that Megatron tracks; a partition's rows are 20 times as much
         assert host == 0
+
+
+class ByRows:
+    """Chooses partitions by rows as a profile does, of which more or fewer are better cut otherwise."""
+
+    def __init__(self) -> None:
+        self.chosen: list[int] = []
+
+    def choose(self, rows: Callable[[], Sequence[int]]) -> Partitions:
+        """Returns as many partitions as the first rank's rows say."""
+        self.chosen.append(1 + rows()[0] % 7)
+        return Partitions(self.chosen[-1], "none")
+
+    def describe(self) -> str:
+        """Returns what is said at start."""
+        return "by rows"
+
+
+def repeated() -> list[int]:
+    """The numbers of partitions of two micro-batches that are recomputed, and of their repetitions."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    with parallel(ep=4):
+        torch.manual_seed(3 + dist.get_rank())
+        megatron_moe_opt.register(Options(partitions=2))
+        recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+        layer = build_layer(moe_config(moe_token_dispatcher_type="mpmoe", **recompute))
+        megatron_moe_opt.register()
+        partitioning = layer.token_dispatcher.dispatcher.partitioning = ByRows()
+        batches = [torch.randn(16, size, 64, requires_grad=True) for size in (2, 3, 5)]
+        for output in [layer(one)[0] for one in batches]:
+            output.sum().backward()
+    return partitioning.chosen
+
+
+def test_a_pass_that_is_repeated_has_the_partitions_that_it_had(ranks):
+    """Else experts draw other random numbers, and Transformer Engine takes scales of another call."""
+    for chosen in ranks.run(repeated):
+        first, again = chosen[:3], chosen[3:]
+        assert again == first and len(set(first)) > 1
+
+
+def trained_later() -> str:
+    """What is said of a tensor outside of the experts that takes part in them, once it is trained."""
+    import megatron_moe_opt
+    from megatron_moe_opt.errors import ConfigurationError
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    with parallel(ep=4):
+        megatron_moe_opt.register(Options(partitions=2))
+        layer = build_layer(moe_config(moe_token_dispatcher_type="mpmoe"))
+        megatron_moe_opt.register()
+        gate, rows = torch.ones(64), torch.randn(16, 2, 64, requires_grad=True)
+        layer.experts.register_forward_hook(lambda _, inputs, outputs: (outputs[0] * gate, outputs[1]))
+        layer(rows)[0].sum().backward()
+        gate.requires_grad_()
+        with pytest.raises(ConfigurationError) as caught:
+            layer(rows)
+    return str(caught.value)
+
+
+def test_what_is_trained_in_experts_from_a_later_pass_on_is_refused_then(ranks):
+    for said in ranks.run(trained_later):
+        assert "a trained tensor of shape [64] takes part in the experts without being a parameter" in said

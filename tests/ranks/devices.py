@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_moe_opt.planning.costs.gpu_settings import SHARED
+from megatron_moe_opt.gpu_settings import SHARED
 from megatron_moe_opt.runtime.job.gpu_of_rank import take_gpu
 from tests.ranks.pool import EMULATOR, GPUS
 

@@ -16,8 +16,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration import optimizer_step
+from megatron_moe_opt.integration.auto import auto_layer, first_step, step_clock
 from megatron_moe_opt.integration.auto import controller as controlling
-from megatron_moe_opt.integration.auto import first_step, step_clock
 from megatron_moe_opt.integration.auto.auto_layer import current_controller
 from megatron_moe_opt.integration.auto.controller import Controller
 from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen, SeenExperts
@@ -205,6 +206,7 @@ PLAIN, FROZEN = SeenExperts(), SeenExperts(trained=False)
         ([[PLAIN], [PLAIN]], (), ""),
         ([[PLAIN], [SeenExperts(outside=(64,))]], MPMOE, "a trained tensor of shape [64] takes part in the experts"),
         ([[PLAIN], [SeenExperts(called_by="Own.compute")]], (*MPMOE, TRAVELLING[-1]), "experts"),
+        ([[SeenExperts(stays_behind="a buffer")], [PLAIN]], TRAVELLING, "experts travel, and a buffer does not"),
         ([[PLAIN, SeenExperts(draw=True)], [PLAIN, PLAIN]], ("mpmoe:2:S1", "mpmoe:2:S2"), "computes activations of"),
         ([[PLAIN, PLAIN], [PLAIN, FROZEN]], TRAVELLING, "experts travel, and those of some layer are frozen"),
         ([[PLAIN], [SeenExperts(trained=False, group=4)]], (), ""),  # a stage, or other replicas of the experts
@@ -216,6 +218,7 @@ PLAIN, FROZEN = SeenExperts(), SeenExperts(trained=False)
         "nothing",
         "outside",
         "own call",
+        "buffers",
         "drawn",
         "frozen",
         "unlike groups",
@@ -557,3 +560,14 @@ def test_refusals_of_a_system_for_one_reason_are_told_in_one_line():
         ("mpmoe:2", "something else"),
         ("parm", "4 partitions of 2 rows"),
     ]
+
+
+@pytest.mark.parametrize("updated", [True, False])
+def test_ranks_that_may_skip_steps_alone_are_refused(monkeypatch, updated):
+    """Some would wait for the others: after a step that all have made, `auto` asks all of them."""
+    monkeypatch.setattr(auto_layer, "_controller", object())
+    callback = auto_layer._after_step if updated else auto_layer._after_skipped_step
+    monkeypatch.setattr(optimizer_step, "_at_end", {updated: [callback]})
+    optimizer = SimpleNamespace(config=SimpleNamespace(grad_norm_skip_threshold=100.0))
+    with pytest.raises(ConfigurationError, match="with a grad_norm_skip_threshold each rank skips by itself"):
+        optimizer_step.step_ended(updated, optimizer)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_moe_opt.runtime.job import failure_board
+from megatron_moe_opt.runtime.job.job_store import of_this_attempt
 from tests.ranks.job import Job, free_port
 
 # Layers of their own numbers: what a rank says about itself must not be taken for what the others say about it.
@@ -112,3 +118,58 @@ def test_groups_of_nccl_are_aborted_in_one_call(monkeypatch: pytest.MonkeyPatch,
     failure_board._abort_nccl()
     aborted = ["experts", "world"]
     assert calls == (["start", *aborted, "end"] if says_so else aborted)
+
+
+def test_an_attempt_reads_nothing_of_the_one_before():
+    """Ranks come in any order, on a store that knows others of their numbers."""
+    store = dist.HashStore()
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        found: dict[int, dist.Store | None] = {}
+
+        def come(rank: int, found: dict[int, dist.Store | None] = found) -> None:
+            found[rank] = of_this_attempt(store, rank, 3, lambda: bool(time.sleep(0.01)))
+
+        threads = [threading.Thread(target=come, args=(rank,)) for rank in order]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+        for thread in threads:
+            thread.join(10)
+        assert not any(one.check(["first"]) for one in found.values())
+        found[1].set("first", "a failure")
+        assert all(one.get("first") == b"a failure" for one in found.values())
+
+
+def test_a_rank_that_is_alone_gives_up_when_it_is_told_to():
+    turns = iter((False, False, True))
+    assert of_this_attempt(dist.HashStore(), 1, 2, lambda: next(turns)) is None
+
+
+RESTARTED = """
+import os, time
+import torch
+import torch.distributed as dist
+from megatron_moe_opt.runtime.job import failure_board
+dist.init_process_group("gloo")
+failure_board.start()
+rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+for step in range(8):
+    with failure_board.told():
+        if (rank, attempt, step) == (1, "0", 6):
+            raise ValueError("boom")
+        dist.all_reduce(torch.ones(1))
+    time.sleep(0.3)
+print(f"rank {rank} is through", flush=True)
+"""
+
+
+def test_a_job_that_torchrun_starts_again_goes_on(tmp_path: Path):
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(script)], capture_output=True, text=True, timeout=200, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 is through", "rank 1 is through"]
+    assert "failed first, before the first MoE layer: ValueError: boom" in done.stderr

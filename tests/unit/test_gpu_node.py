@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_moe_opt.cli import main as cli
-from megatron_moe_opt.planning.costs.gpu_settings import SHARED
+from megatron_moe_opt.gpu_settings import SHARED
 from tools.gpu_node import (
     ALL_TESTS,
     CROSS_SECTION,

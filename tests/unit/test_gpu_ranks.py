@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_moe_opt.planning.costs.gpu_settings import SHARED
+from megatron_moe_opt.gpu_settings import SHARED
 from megatron_moe_opt.runtime.job.gpu_of_rank import take_gpu
 from tests import conftest
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_moe_opt.dispatchers import say
+from megatron_moe_opt.gpu_settings import gpu_settings, needless_queue, other_settings, too_few_queues
 from megatron_moe_opt.integration import announce
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings, needless_queue, other_settings, too_few_queues
 
 
 def environment(**variables):

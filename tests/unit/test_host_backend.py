@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.host import devices, gloo, patching
+from megatron_moe_opt.integration import patching
+from megatron_moe_opt.integration.host import devices, gloo
 from megatron_moe_opt.integration.host.attention import zigzag_positions
 from megatron_moe_opt.integration.host.limits import check_host_arguments
 
@@ -90,7 +91,7 @@ def test_machine_with_a_gpu_is_left_alone(printed):
 
 def test_seam_that_moved_is_refused_by_name(printed):
     (message,) = printed["without a seam"]
-    assert message.startswith("the_host_backend_adapts_torch.distributed._coalescing_manager,_which_this_version")
+    assert message.startswith("megatron-moe-opt_adapts_torch.distributed._coalescing_manager,_which_this_version")
     assert "megatron-core_0.16_to_0.19" in message
 
 

@@ -75,3 +75,14 @@ def test_no_other_code_makes_process_groups():
     found = {str(file.relative_to(root)) for file in root.rglob("*.py") if makes.search(file.read_text())}
     # Of the host backend: what Megatron calls, under the name that it calls.
     assert found == {"topology/process_groups.py", "integration/host/gloo.py"}
+
+
+@pytest.mark.parametrize(("world", "destroyed"), [(1, ["one"]), (2, [])])
+def test_after_a_failure_no_group_is_destroyed_that_others_may_wait_in(monkeypatch, world, destroyed):
+    """NCCL would wait for them, and they for what this rank has not told yet."""
+    gone: list[str] = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(dist, "destroy_process_group", gone.append)
+    with pytest.raises(MemoryError), process_groups.temporary_groups(["one"]):
+        raise MemoryError
+    assert gone == destroyed

@@ -16,8 +16,8 @@ from megatron_moe_opt.kernels import place_samples
 from megatron_moe_opt.planning.predicting.sample_costs import HopCosts, RowCosts, SampleCosts
 from megatron_moe_opt.runtime.hops.hop_plan import DomainTables
 from megatron_moe_opt.runtime.hops.hop_way import DeviceTables
+from megatron_moe_opt.runtime.hops.row_facts import experts_of_tokens
 from megatron_moe_opt.runtime.moving_samples.sample_counts import SampleCounts
-from megatron_moe_opt.runtime.rows.row_facts import experts_of_tokens
 from megatron_moe_opt.topology.domains import stationary
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +45,25 @@ def test_ops_wait_for_their_lane_and_for_what_they_name():
     assert _times(timeline) == [(0, 4), (4, 5), (4, 6), (6, 11), (0, 3), (11, 12)]
     assert timeline.seconds == 12
     assert [span.end for span in timeline.lane(Lane.INTRA)] == [5, 11]
+
+
+def test_on_one_queue_ops_begin_in_turn_and_beside_the_last_kernel_of_half_the_experts():
+    """Experts of four kernels of 1 s; a message that is issued halfway through them, or behind them."""
+    experts, after = Op(Kind.COMPUTE, Lane.COMPUTE, size=4), Op(Kind.COPY, Lane.COPY, size=1)
+    message = Op(Kind.ALL_TO_ALL, Lane.INTER, size=1, group="ep")
+    for meanwhile, begins in ((1, 1), (0, 3)):
+        schedule = Schedule("experts", (replace(experts, meanwhile=meanwhile), message, after))
+        timeline = simulate(schedule, _seconds, one_queue=True)
+        assert _times(timeline) == [(0, 4), (begins, begins + 1), (3, 4)]
+        assert _times(simulate(schedule, _seconds, {(Lane.INTER, Lane.COPY): 1.0}, True)) == _times(timeline)
+        assert _times(simulate(schedule, _seconds)) == [(0, 4), (0, 1), (0, 1)]
+
+
+@pytest.mark.parametrize("ops", [1, 2])
+def test_what_cannot_be_issued_halfway_is_refused(ops):
+    experts = Op(Kind.COMPUTE, Lane.COMPUTE, meanwhile=1)
+    with pytest.raises(ScheduleError, match="1 ops behind it cannot be issued halfway through it"):
+        simulate(Schedule("experts", (experts,) * ops), _seconds)
 
 
 def test_busy_neighbours_slow_an_op_down_while_they_run():

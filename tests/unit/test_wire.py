@@ -14,7 +14,7 @@ from megatron_moe_opt.planning.planner import best, candidates, fastest_narrowed
 from megatron_moe_opt.row_format import SAME, Wire, WireFormat, narrower
 from megatron_moe_opt.runtime.hops.hop_plan import DomainTables
 from megatron_moe_opt.runtime.hops.hop_way import DeviceTables
-from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
+from megatron_moe_opt.runtime.hops.row_facts import RowFacts, experts_of_tokens
 from megatron_moe_opt.runtime.rows.row_layout import Payload
 from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.topology.domains import stationary

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto.controller import Controller
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
 from megatron_moe_opt.integration.micro_batches import follow_micro_batches
@@ -13,6 +14,7 @@ from megatron_moe_opt.integration.optimizer_step import (
     after_optimizer_step,
     before_optimizer_step,
     configs_of_step,
+    may_skip_alone,
 )
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
@@ -67,11 +69,21 @@ def _before_step() -> None:
 
 def _after_step() -> None:
     if _controller is not None:
+        _check_skips()
         _controller.after_step() if _is_of_planned_model() else _controller.clock.others_step_ended()
+
+
+def _check_skips() -> None:
+    if may_skip_alone():
+        raise ConfigurationError(
+            "--moe-token-dispatcher-type auto counts the optimizer's steps with all ranks, and with a "
+            "grad_norm_skip_threshold each rank skips by itself: leave it at infinity, or name a dispatcher"
+        )
 
 
 def _after_skipped_step() -> None:
     if _controller is not None:
+        _check_skips()
         _controller.after_skipped_step() if _is_of_planned_model() else _controller.clock.others_step_ended()
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto.memory_room import Room
@@ -27,6 +27,8 @@ from megatron_moe_opt.row_format import narrower
 from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.systems.system import Run
 from megatron_moe_opt.variants import split_variant
+
+_Found = TypeVar("_Found")
 
 REPLICATED_START = "monta:O1"  # what runs first where stock refuses to train
 
@@ -47,6 +49,8 @@ class SeenExperts:
     """The first of the ranks that share the layer's experts."""
     called_by: str | None = None
     """The method of the layer's own class that calls them; None: Megatron's."""
+    stays_behind: str | None = None
+    """What they have that does not travel with their parameters; None: nothing."""
 
 
 @dataclass(frozen=True)
@@ -232,12 +236,17 @@ def _run(config: Any, of_ranks: Sequence[Sequence[Seen]], samples_may_move: bool
         workers=frozenset(one.workload.workers for one in seen),
         routes_together=routes_together(config),
         samples_may_move=samples_may_move,
-        outside=next((one.experts.outside for one in seen if one.experts.outside is not None), None),
+        outside=_first(one.experts.outside for one in seen),
         experts_draw=any(one.experts.draw for one in seen),
         some_frozen=_some_frozen(of_ranks),
         dtypes=_several_dtypes(of_ranks),
-        called_by=next((one.experts.called_by for one in seen if one.experts.called_by is not None), None),
+        called_by=_first(one.experts.called_by for one in seen),
+        stays_behind=_first(one.experts.stays_behind for one in seen),
     )
+
+
+def _first(found: Iterable[_Found | None]) -> _Found | None:
+    return next((one for one in found if one is not None), None)
 
 
 def _some_frozen(of_ranks: Sequence[Sequence[Seen]]) -> bool:

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 
 from megatron_moe_opt.dispatchers.say import say
 from megatron_moe_opt.errors import ConfigurationError, reason
+from megatron_moe_opt.gpu_settings import gpu_settings
 from megatron_moe_opt.integration.measuring.domain_moves import num_domain_groups
 from megatron_moe_opt.integration.measuring.measure import Sizes, measure, room_beside
 from megatron_moe_opt.integration.measuring.provenance import machine
@@ -28,7 +29,6 @@ from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.costs.cluster import EXPERT, ROW, TYPE, Cluster
 from megatron_moe_opt.planning.costs.differences import differences
-from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job import failure_board

@@ -12,6 +12,7 @@ from megatron_moe_opt.integration.auto.experts_look import ExpertsLook
 from megatron_moe_opt.integration.auto.first_step import Seen
 from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, needs_as_many_tokens, stock_dispatcher
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
+from megatron_moe_opt.integration.layer.experts_of_owners import stays_behind
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot, own_method
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.integration.micro_batches import trains
@@ -91,8 +92,11 @@ class PlannedLayer:
         self._is_looking = False
         if not self.passes:
             return None
-        called_by = own_method(self.layer, LayerSlot.EXPERTS.value)
-        experts = dataclasses.replace(self._experts.seen(self.groups.joint), called_by=called_by)
+        experts = dataclasses.replace(
+            self._experts.seen(self.groups.joint),
+            called_by=own_method(self.layer, LayerSlot.EXPERTS.value),
+            stays_behind=stays_behind(self.layer.experts),
+        )
         return Seen(self.workload(), self.rows / self.passes, self.passes, (self.fewest, self.tokens), experts)
 
     def workload(self) -> LayerWorkload:

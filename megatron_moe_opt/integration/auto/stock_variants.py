@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import types
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from megatron_moe_opt.integration.layer.overlapped_batches import overlaps_batches
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
+from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Refusal
+from megatron_moe_opt.runtime.job.job_store import job_store
 from megatron_moe_opt.systems.system import quantization
 from megatron_moe_opt.variants import FLEX
 
 ALLGATHER = "allgather"
+ALIKE_S = 30.0
+"""How long a rank that cannot start what all start together waits to hear that no other could or does."""
+_starts = itertools.count()
 _GATHERED = 2
 """How often a pass of `allgather` holds what all ranks' tokens take: as they arrive, and as they are summed."""
 
@@ -85,20 +95,42 @@ def failure_to_start(variant: str, layers: Sequence[Any]) -> str | None:
     nothing.
 
     Of DeepEP alone: a buffer that cannot be made between these GPUs would end the run in the first pass that needs it.
-    A collective call over the groups of the layers.
+    A collective call over the groups of the layers, for all ranks of the world.
+
+    Raises:
+        RuntimeError: it cannot be made here, and other ranks wait for this one in what makes it.
     """
     from megatron_moe_opt.integration.flex_backends import DEEPEP
 
     if variant != f"{FLEX}:{DEEPEP}":
         return None
+    failure, store = None, job_store()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what makes it takes memory that is not PyTorch's
     try:
         fused = importlib.import_module("megatron.core.transformer.moe.fused_a2a")
         for layer in layers:
             row_bytes = layer.config.hidden_size * max(layer.config.params_dtype.itemsize, 2)  # as Megatron counts
             fused.get_buffer(layer.token_dispatcher.tp_ep_group, row_bytes)
     except Exception as error:  # an assertion or a library's own error, before or in its collectives
-        return " ".join(f"{type(error).__name__}: {error}".split())
-    return None
+        failure = " ".join(f"{type(error).__name__}: {error}".split())
+    if store is not None:
+        turn = f"starts/{variant}/{next(_starts)}"
+        store.set(f"{turn}/{dist.get_rank()}", "")
+        if failure is not None and not _come(store, [f"{turn}/{rank}" for rank in range(dist.get_world_size())]):
+            raise RuntimeError(
+                f"--moe-token-dispatcher-type {AUTO} cannot try {variant} on this rank ({failure}), for which others "
+                "wait: name a dispatcher"
+            )
+    return failure
+
+
+def _come(store: dist.Store, keys: list[str]) -> bool:
+    try:
+        store.wait(keys, timedelta(seconds=ALIKE_S))
+    except RuntimeError:
+        return False
+    return True
 
 
 def release_buffers(variant: str) -> None:

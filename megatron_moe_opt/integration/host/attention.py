@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_moe_opt.integration.host.patching import replace
+from megatron_moe_opt.integration.patching import replace
 
 
 def zigzag_positions(tokens: int, rank: int, size: int) -> torch.Tensor:

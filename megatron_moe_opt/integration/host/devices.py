@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_moe_opt.integration.host.patching import replace
+from megatron_moe_opt.integration.patching import replace
 
 # Functions of torch that take `device=` (and some `pin_memory=`) and are called by Megatron with a cuda device.
 # fmt: off

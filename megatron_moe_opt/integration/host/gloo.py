@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_moe_opt.integration.host.patching import replace
+from megatron_moe_opt.integration.patching import replace
 from megatron_moe_opt.runtime.engine.collectives import (
     Waitable,
     named_errors,

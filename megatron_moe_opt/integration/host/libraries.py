@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_moe_opt.integration.host.patching import replace
+from megatron_moe_opt.integration.patching import replace
 
 
 def _version_zero(get_te_version: Callable[[], Any]) -> Callable[[], Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_moe_opt.integration.host.patching import replace
+from megatron_moe_opt.integration.patching import replace
 
 
 def _own_step(original: Callable[..., Any]) -> Callable[..., Any]:

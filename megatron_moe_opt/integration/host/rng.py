@@ -11,7 +11,7 @@ import logging
 
 import torch
 
-from megatron_moe_opt.integration.host.patching import replace
+from megatron_moe_opt.integration.patching import replace
 
 
 def get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_moe_opt.integration.host.limits import check_host_arguments
-from megatron_moe_opt.integration.host.patching import around_import, replace, when_imported
+from megatron_moe_opt.integration.patching import around_import, replace, when_imported
 from megatron_moe_opt.integration.training_arguments import before_validation
 
 

@@ -21,7 +21,7 @@ from megatron_moe_opt.dispatchers.expert_domains import Choosing, FixedDomains, 
 from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatcher, Migrate
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
-from megatron_moe_opt.integration.layer.experts_of_owners import call_experts
+from megatron_moe_opt.integration.layer.experts_of_owners import call_experts, stays_behind
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.integration.micro_batches import follow_micro_batches
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, before_optimizer_step, forget
@@ -157,13 +157,13 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 
 
 class WatchedExperts:
-    """Refuses to have a call of the experts recomputed alone: it would run with the module's own weights, whoever's
-    weights the call was made with.
+    """Refuses what would run with this rank's own, whoever's experts a call is made with: buffers and hooks that do not
+    travel, and a call that is recomputed alone, with the module's own weights.
     """
 
     def __init__(self, layer: Any, hooks: list[RemovableHandle]) -> None:
         """Puts hooks on the experts, and adds them to `hooks`."""
-        self._layer, self._called = weakref.proxy(layer), False
+        self._layer, self._called, self._looked = weakref.proxy(layer), False, False
         self._dispatcher = weakref.ref(layer.token_dispatcher)
         for module in layer.experts.modules():
             if module._parameters:
@@ -171,7 +171,12 @@ class WatchedExperts:
 
     def __enter__(self) -> None:
         """Calls in this context are with the weights that they should be with."""
-        self._called = True
+        if not self._looked and (what := stays_behind(self._layer.experts)) is not None:
+            raise ConfigurationError(
+                f"--moe-opt-domain-sizes has experts travel, and {what} stays on its rank, for experts of all ranks "
+                "alike: take it away, or take domain size 1"
+            )
+        self._called = self._looked = True
 
     def __exit__(self, *_: object) -> None:
         self._called = False

@@ -2,9 +2,10 @@
 
 SequentialMLP and TEGroupedMLP have a module or parameters for each expert: a shallow copy of the module that has those
 of all owners, one owner after another, is the same computation with more experts, and on a GPU one grouped GEMM. The
-copy is made for each call, because a module may change between two of them; its settings, buffers and hooks are the
-module's own. GroupedMLP (--moe-use-legacy-grouped-gemm) holds all of its experts in two tensors, so that one call would
-copy the weights of all owners in every pass and hold them until its backward pass: it is called owner by owner.
+copy is made for each call, because a module may change between two of them; its settings are the module's own, and so
+would buffers and hooks be, which `stays_behind` finds. GroupedMLP (--moe-use-legacy-grouped-gemm) holds all of its
+experts in two tensors, so that one call would copy the weights of all owners in every pass and hold them until its
+backward pass: it is called owner by owner.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 from torch.func import functional_call
+
+from megatron_moe_opt.integration.layer.hooks_of_others import hooks_of_others
 
 Parameters = Mapping[str, torch.Tensor]
 """The parameters of one owner's experts, by their names in the module."""
@@ -45,6 +48,16 @@ def call_experts(
     parts = zip(of_owners, tokens.split(sizes), of_owner, probs.split(sizes), strict=True)
     outputs, biases = zip(*(functional_call(experts, own, tuple(given)) for own, *given in parts), strict=True)
     return torch.cat(outputs), biases[0]
+
+
+def stays_behind(experts: nn.Module) -> str | None:
+    """Returns what an expert has besides parameters, and those of other owners would be run with: a buffer, such as a
+    quantizer's scale or a mask, or a hook that others have put on it alone; None: nothing.
+    """
+    for name, _ in experts.named_buffers():
+        return f"the buffer {name} of experts"
+    each = getattr(experts, "local_experts", None)
+    return None if each is None else next(map(str, hooks_of_others(each, "local_experts")), None)
 
 
 def _is_by_expert(experts: nn.Module) -> bool:

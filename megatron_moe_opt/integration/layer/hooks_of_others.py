@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+from torch import nn
+
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FRAMEWORKS = frozenset({"megatron", "megatron_moe_opt", "torch", "transformer_engine"})
 """The packages whose hooks gather parameters, reduce gradients and the like, whatever samples pass."""
 
 
 class HookOfOthers(NamedTuple):
-    """A hook on a module inside a block."""
+    """A hook on a module, or on one inside of it."""
 
     module: str
-    """The module's name in the block."""
     function: str
     """The hook's name, with that of the Python module that it is from."""
 
@@ -27,12 +28,15 @@ class HookOfOthers(NamedTuple):
         return f"a hook on {self.module} ({self.function})"
 
 
-def hooks_of_others(block: Any) -> list[HookOfOthers]:
-    """Returns the hooks on modules inside a transformer block's layers, and on these, that are neither PyTorch's,
-    Megatron's, Transformer Engine's nor ours.
+def hooks_of_others(inside: nn.Module, called: str) -> list[HookOfOthers]:
+    """Returns the hooks on a module, and on those inside of it, that are neither PyTorch's, Megatron's, Transformer
+    Engine's nor ours.
+
+    Args:
+        called: what the module is called.
     """
     found = []
-    for name, module in block.layers.named_modules(prefix="layers"):
+    for name, module in inside.named_modules(prefix=called):
         for kind in _KINDS:
             for hook in getattr(module, kind).values():
                 function = _function(hook)

@@ -286,7 +286,7 @@ class _Begin:
         order = placement.order
         given = dict(zip(_arguments_of(type(block)), args, strict=False)) | kwargs
         if self._hooks is None:
-            self._hooks = hooks_of_others(block)
+            self._hooks = hooks_of_others(block.layers, "layers")
         what = _of_samples(block, given) or _reads_samples(self._hooks, order.stays_home)
         if what is None:
             order.begin(self.masks.unlike(given.get("attention_mask")))

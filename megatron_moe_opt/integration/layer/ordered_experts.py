@@ -180,7 +180,12 @@ def _number_experts(experts: Any, path: Path, slots: tuple[int, ...], ep_rank: i
             f"{FLAG} {path}: a plain state_dict names experts by their place on a rank: save a distributed checkpoint"
         )
 
+    def forget(*_: Any) -> None:
+        nonlocal loads_by_number
+        loads_by_number = False  # it was asked for to save them
+
     experts.sharded_state_dict = sharded_state_dict
+    experts.register_forward_pre_hook(forget)
     experts.register_load_state_dict_pre_hook(refuse)
     experts.register_state_dict_pre_hook(refuse_plain)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
+from megatron_moe_opt.gpu_settings import gpu_settings
 from megatron_moe_opt.integration.measuring import loads
 from megatron_moe_opt.integration.measuring.domain_moves import domain_groups_of, domain_moves, num_domain_groups
 from megatron_moe_opt.integration.measuring.layer_settings import torch_dtype
@@ -28,7 +29,6 @@ from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.measuring.undisturbed import undisturbed
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, Points, World
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
-from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings
 from megatron_moe_opt.planning.predicting.simulator import Slowdown, simulate
 from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import even_chunks

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_moe_opt.integration.host.patching import when_imported
 from megatron_moe_opt.integration.observe import netmoe_report, telemetry_report
+from megatron_moe_opt.integration.patching import when_imported
 from megatron_moe_opt.runtime.job.agreement import known_to_all
 
 Values = dict[int, dict[str, float]]

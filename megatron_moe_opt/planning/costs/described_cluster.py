@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.gpu_settings import demands_one_queue
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster, ExpertGemm, Points, World
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
-from megatron_moe_opt.planning.costs.gpu_settings import demands_one_queue
 from megatron_moe_opt.planning.costs.known_clusters import Fabric, KnownCluster
 from megatron_moe_opt.planning.predicting.expert_migration import KINDS, realisable_groups, role
 from megatron_moe_opt.planning.training.step_costs import STAGES

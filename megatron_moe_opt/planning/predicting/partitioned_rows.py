@@ -33,7 +33,7 @@ def partitions(layer: LayerWorkload, rows: int, count: int) -> list[PartitionRow
 
 def hop_row_bytes(layer: LayerWorkload, notes: bool = False) -> RowBytes:
     """Returns what `row_bytes` returns, but for tokens with the facts of all of their experts behind them
-    (runtime/rows/row_facts.py).
+    (runtime/hops/row_facts.py).
 
     Args:
         notes: whether facts have one of 8 bytes.

@@ -55,8 +55,8 @@ class Order:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Order:
-        """Raises ScheduleError where an op waits for one that does not come before it, or is halfway through another
-        what cannot be.
+        """Raises ScheduleError where an op waits for one that does not come before it, or leaves room for ops that are
+        not there or cannot be issued then.
         """
         for index, op in enumerate(schedule.ops):
             for other in op.waits_for:
@@ -64,12 +64,13 @@ class Order:
                     raise ScheduleError(
                         f"{schedule.name}, op {index} ({op}) waits for op {other}, which does not come before it"
                     )
-            behind = schedule.ops[index + 1 : index + 1 + op.meanwhile]
-            if len(behind) < op.meanwhile or any(other.lane is op.lane or other.meanwhile for other in behind):
-                raise ScheduleError(
-                    f"{schedule.name}, op {index} ({op}): not all {op.meanwhile} ops behind it can be issued halfway "
-                    "through it"
-                )
+            if op.meanwhile:
+                behind = schedule.ops[index + 1 : index + 1 + op.meanwhile]
+                if len(behind) < op.meanwhile or any(other.lane is op.lane or other.meanwhile for other in behind):
+                    raise ScheduleError(
+                        f"{schedule.name}, op {index} ({op}): {op.meanwhile} ops behind it cannot be issued halfway "
+                        "through it"
+                    )
         lanes = schedule.lanes
         number = {lane: index for index, lane in enumerate(lanes)}
         return cls(lanes, tuple(number[op.lane] for op in schedule.ops), tuple(op.waits_for for op in schedule.ops))

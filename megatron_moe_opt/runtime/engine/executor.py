@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime.engine.collectives import CollectiveError, describe_failure, first_line, global_rank
@@ -224,8 +225,8 @@ def _issue_on_stream(
 def _fail(schedule: Schedule, steps: Sequence[Steps], index: int, peer: int, reason: str) -> NoReturn:
     """Raises what an op has raised, named by its lane, op and group."""
     cause = next((errors[0] for errors in steps[index].raised if errors), None)
-    if cause is not None and not isinstance(cause, Exception):
-        raise cause  # KeyboardInterrupt and the like
+    if isinstance(cause, ConfigurationError) or (cause is not None and not isinstance(cause, Exception)):
+        raise cause  # it says what to change; or KeyboardInterrupt and the like
     raise _lane_error(schedule, steps, index, peer, reason, cause) from cause
 
 

@@ -21,9 +21,9 @@ from typing import Protocol
 
 import torch
 
+from megatron_moe_opt.gpu_settings import has_one_queue
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.streams import has_streams, own_stream
-from megatron_moe_opt.planning.costs.gpu_settings import has_one_queue
 from megatron_moe_opt.runtime.job import failure_board
 from megatron_moe_opt.runtime.job.forks import Pending
 from megatron_moe_opt.runtime.observed.layer_place import Place, place, working_beside

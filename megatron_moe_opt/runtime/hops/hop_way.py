@@ -18,7 +18,7 @@ from megatron_moe_opt.kernels import RowMap, build_row_map, spread_rows
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.hops.hop_plan import DomainTables, HopPlan
-from megatron_moe_opt.runtime.rows.row_facts import FactLayout, RowFacts
+from megatron_moe_opt.runtime.hops.row_facts import FactLayout, RowFacts
 from megatron_moe_opt.runtime.rows.row_layout import AtExperts
 from megatron_moe_opt.schedules.expert_migration import outline
 from megatron_moe_opt.schedules.hops import HopRows, HopStages, level_of

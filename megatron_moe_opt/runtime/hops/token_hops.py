@@ -14,13 +14,50 @@ from torch.distributed import ProcessGroup
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.hops.hop_plan import DomainTables, HopPlan
 from megatron_moe_opt.runtime.hops.hop_way import DeviceTables, Hops
+from megatron_moe_opt.runtime.hops.row_facts import RowFacts, experts_of_tokens
+from megatron_moe_opt.runtime.hops.token_share import TokenShare
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
-from megatron_moe_opt.runtime.rows.own_rows import OwnRows, TokensWithFacts
-from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
+from megatron_moe_opt.runtime.rows.own_rows import OwnRows, Source
 from megatron_moe_opt.runtime.rows.row_layout import Payload
-from megatron_moe_opt.runtime.rows.token_share import TokenShare
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+
+@dataclass(frozen=True)
+class TokensWithFacts(Source):
+    """A source with a row for each token, its experts behind it. What returns is summed already, in the tokens' dtype.
+
+    Of tokens that a TP group shares out, the rows of this rank's share set out, and those of all tokens come back.
+    """
+
+    facts: RowFacts
+    experts: torch.Tensor
+    """The experts of each token that sets out, int64 [T, K]."""
+    notes: torch.Tensor | None = None
+    """A note that travels with each token, int64 [T] (RowFacts); None: there is none."""
+    share: TokenShare | None = None
+    """This rank's share of tokens that all ranks of a TP group hold; None: the tokens are its own."""
+
+    def pack(self, tokens_TH: torch.Tensor, probs_TK: torch.Tensor) -> torch.Tensor:
+        """Returns tokens and probabilities as rows on their way to the experts."""
+        layout = self.facts.outbound()
+        return layout.pack(self._setting_out(tokens_TH), self._setting_out(probs_TK), self.experts.int(), self.notes)
+
+    def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the gradients of tokens and probabilities, made of those of their rows."""
+        layout = self.facts.homebound(has_probs=True).at_source
+        return layout.tokens(rows), layout.probs(rows)
+
+    def sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the output of each token [T, H], the sum of its rows."""
+        return rows
+
+    def spread(self, grad_TH: torch.Tensor) -> torch.Tensor:
+        """Returns gradients of tokens as rows on their way to the experts."""
+        return self.facts.outbound(has_facts=False).narrow(self._setting_out(grad_TH))
+
+    def _setting_out(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens if self.share is None else self.share.of(tokens)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from megatron_moe_opt.errors import ConfigurationError, LayerError, RoutingError, printable, reason
 from megatron_moe_opt.kernels.extension import load_extension
-from megatron_moe_opt.runtime.job.job_store import connect_to_job_store
+from megatron_moe_opt.runtime.job.job_store import connect_to_job_store, may_be_restarted, of_this_attempt
 from megatron_moe_opt.runtime.observed.layer_place import describe_place, is_beside
 
 _C = load_extension()
@@ -64,13 +64,25 @@ class Failure:
 
 
 class FailureBoard:
-    """This rank's part in telling all ranks of a job of the first failure. `served_by_rank`: the rank whose process
-    holds the store; None where the launcher does.
-    """
+    """This rank's part in telling all ranks of a job of the first failure."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, served_by_rank: int | None = None) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        served_by_rank: int | None = None,
+        restarts: bool = False,
+    ) -> None:
+        """
+        Args:
+            served_by_rank: the rank whose process holds the store; None where the launcher does.
+            restarts: the store may hold what an attempt before this one has written.
+        """
         self.rank, self.first = rank, None
         self._store, self._world, self._served_by_rank = store, world, served_by_rank
+        self.is_up = not restarts
+        """Whether all ranks are known to watch; until then each speaks for itself."""
         self._known = threading.Lock()
         self._raised, self._stopped = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="failure board", daemon=True)
@@ -196,6 +208,11 @@ class FailureBoard:
 
     def _watch(self) -> None:
         try:
+            if not self.is_up:
+                ours = of_this_attempt(self._store, self.rank, self._world, lambda: self._rest(POLL_S))
+                if ours is None:
+                    return
+                self._store, self.is_up = ours, True
             self._store.set(_host(self.rank), socket.gethostname())
             while not self._store.check([_ALARM]):
                 if self._rest(POLL_S):
@@ -223,7 +240,12 @@ class FailureBoard:
     def _rest(self, seconds: float) -> bool:
         """Waits. Returns whether there is no more to watch for; ends a process of which a thread has died."""
         if what := _C.uncaught_exception():
-            self.report(f"a thread has died of an exception: {what.splitlines()[0]}")
+            line = f"a thread has died of an exception: {what.splitlines()[0]}"
+            # NCCL's watchdog dies of a collective that did not end, for which another rank may be to blame.
+            if self.is_up:
+                self.notice(line) if "NCCL" in what else self.report(line)
+            else:
+                print(f"moe-opt: error: rank {self.rank}: {line}", file=sys.stderr, flush=True)
             self._exit()
         return self._stopped.wait(seconds)
 
@@ -293,7 +315,8 @@ def start() -> None:
     if store is not None:
         _C.keep_uncaught_exceptions()
         of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        _board = FailureBoard(store, dist.get_rank(), dist.get_world_size(), None if of_launcher else 0)
+        server, restarts = (None, may_be_restarted()) if of_launcher else (0, False)
+        _board = FailureBoard(store, dist.get_rank(), dist.get_world_size(), server, restarts)
         atexit.register(_end)
         sys.excepthook = _reporting(sys.excepthook)
 
@@ -325,7 +348,9 @@ def explain(what: str, is_own: bool, peer: int | None = None) -> str:
         peer: the rank that this one has lost, where that is known.
     """
     where = describe_place()
-    if _board is None:
+    if _board is None or not _board.is_up:
+        if _board is not None:
+            _board.hears_of_it()
         return f"{where}: {what}" if where.startswith("in ") else what
     first = _board.report(what) if is_own else _board.notice(what, peer)
     if first.rank == _board.rank:

@@ -7,7 +7,7 @@ import socket
 
 import torch
 
-from megatron_moe_opt.planning.costs.gpu_settings import SHARED
+from megatron_moe_opt.gpu_settings import SHARED
 
 
 def take_gpu() -> torch.device:

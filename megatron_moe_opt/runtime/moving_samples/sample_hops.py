@@ -17,7 +17,8 @@ from __future__ import annotations
 import torch
 
 from megatron_moe_opt.kernels.streams import to_device
-from megatron_moe_opt.runtime.hops.token_hops import TokenHops
+from megatron_moe_opt.runtime.hops.row_facts import RowFacts, experts_of_tokens
+from megatron_moe_opt.runtime.hops.token_hops import TokenHops, TokensWithFacts
 from megatron_moe_opt.runtime.moving_samples.chunked_hops import (
     RANK_BITS,
     ChunkBack,
@@ -31,8 +32,7 @@ from megatron_moe_opt.runtime.moving_samples.sample_counts import SampleCounts
 from megatron_moe_opt.runtime.moving_samples.sample_rows import MovingRows, check_tokens_have_rows
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, run_to_experts, run_to_sources, to_experts
 from megatron_moe_opt.runtime.rows.linear import linear
-from megatron_moe_opt.runtime.rows.own_rows import OwnRows, TokensWithFacts
-from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
+from megatron_moe_opt.runtime.rows.own_rows import OwnRows
 from megatron_moe_opt.runtime.rows.row_layout import Payload
 
 

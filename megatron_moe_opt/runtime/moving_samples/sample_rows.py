@@ -65,7 +65,7 @@ class RowsByExpert(MovingRows):
 
     def __init__(
         self, routing_map: torch.Tensor, shape: tuple[int, int], num_rows: int | None, groups: ExpertGroups,
-        pipeline: tuple[str | None, int], wire: Wire = SAME, apart: bool = False,
+        pipeline: tuple[str, int], wire: Wire = SAME, apart: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:

@@ -10,9 +10,7 @@ import torch
 from megatron_moe_opt.kernels import RowMap, permute_packed, spread_rows
 from megatron_moe_opt.kernels.packed_rows import unpermute_probs
 from megatron_moe_opt.row_format import SAME, Wire
-from megatron_moe_opt.runtime.rows.row_facts import RowFacts
 from megatron_moe_opt.runtime.rows.row_layout import Payload, RowLayout
-from megatron_moe_opt.runtime.rows.token_share import TokenShare
 from megatron_moe_opt.runtime.rows.wire_rows import WireRows, off_wire, onto_wire
 
 
@@ -60,43 +58,6 @@ class PermutedRows(Source):
 
     def _homebound(self, prob_dtype: torch.dtype | None) -> RowLayout:
         return RowLayout(self.payload, self.payload.wire.combine, prob_dtype)
-
-
-@dataclass(frozen=True)
-class TokensWithFacts(Source):
-    """A source with a row for each token, its experts behind it. What returns is summed already, in the tokens' dtype.
-
-    Of tokens that a TP group shares out, the rows of this rank's share set out, and those of all tokens come back.
-    """
-
-    facts: RowFacts
-    experts: torch.Tensor
-    """The experts of each token that sets out, int64 [T, K]."""
-    notes: torch.Tensor | None = None
-    """A note that travels with each token, int64 [T] (RowFacts); None: there is none."""
-    share: TokenShare | None = None
-    """This rank's share of tokens that all ranks of a TP group hold; None: the tokens are its own."""
-
-    def pack(self, tokens_TH: torch.Tensor, probs_TK: torch.Tensor) -> torch.Tensor:
-        """Returns tokens and probabilities as rows on their way to the experts."""
-        layout = self.facts.outbound()
-        return layout.pack(self._setting_out(tokens_TH), self._setting_out(probs_TK), self.experts.int(), self.notes)
-
-    def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the gradients of tokens and probabilities, made of those of their rows."""
-        layout = self.facts.homebound(has_probs=True).at_source
-        return layout.tokens(rows), layout.probs(rows)
-
-    def sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the output of each token [T, H], the sum of its rows."""
-        return rows
-
-    def spread(self, grad_TH: torch.Tensor) -> torch.Tensor:
-        """Returns gradients of tokens as rows on their way to the experts."""
-        return self.facts.outbound(has_facts=False).narrow(self._setting_out(grad_TH))
-
-    def _setting_out(self, tokens: torch.Tensor) -> torch.Tensor:
-        return tokens if self.share is None else self.share.of(tokens)
 
 
 @dataclass(frozen=True)

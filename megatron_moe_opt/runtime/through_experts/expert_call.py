@@ -40,7 +40,7 @@ class Shown:
     activation_row_bytes: int = 0
     """The bytes of a row that are computed again, as far as an offload has shown them."""
     use_only_their_own: bool = False
-    """Whether a graph was looked through, and all that is trained in it is the experts' own."""
+    """Whether a graph of this pass was looked through, and all that is trained in it is the experts' own."""
     products_run: ProductsRun = field(default_factory=ProductsRun)
 
 

@@ -120,6 +120,7 @@ class _Pass:
 
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
         """Sends rows to the experts and returns the rows that are back where they came from."""
+        self.experts.shown.use_only_their_own = False  # somebody may have begun to train something else since
         how = STRATEGIES[self.strategy]
         addresses = addresses_of((*self.experts.parameters, *self.experts.constants))
         probs = [empty((rows.gathered,), self.prob_dtype, packed.device) for rows in self.partitions]

@@ -16,23 +16,23 @@ from megatron_moe_opt.errors import ConfigurationError
 
 
 class MissingSeamError(ConfigurationError):
-    """A name of PyTorch or Megatron that the host backend adapts is not where it is expected."""
+    """A name of PyTorch or Megatron that is adapted here is not where it is expected."""
 
 
 def seam(owner: object, name: str) -> Any:
-    """Return `owner.name`, or refuse with one sentence that names it."""
+    """Returns `owner.name`, or refuses with one sentence that names it."""
     try:
         return getattr(owner, name)
     except AttributeError:
         where = getattr(owner, "__name__", repr(owner))
         raise MissingSeamError(
-            f"the host backend adapts {where}.{name}, which this version does not have:"
-            f" use megatron-core 0.16 to 0.19 and torch 2.6 or later, or run on a machine with a CUDA device"
+            f"megatron-moe-opt adapts {where}.{name}, which this version does not have: use megatron-core 0.16 to 0.19 "
+            "and torch 2.6 or later"
         ) from None
 
 
 def replace(owner: object, name: str, adapt: Callable[[Any], Any]) -> None:
-    """Set `owner.name` to `adapt(original)`, keeping the original's name and documentation.
+    """Sets `owner.name` to `adapt(original)`, keeping the original's name and documentation.
 
     Modules of Megatron that were imported earlier and hold the original under any name of their own get the
     replacement too, so it does not matter whether Megatron was imported before.
@@ -52,9 +52,9 @@ def replace(owner: object, name: str, adapt: Callable[[Any], Any]) -> None:
 
 
 def when_imported(module_name: str, adapt: Callable[[ModuleType], None]) -> None:
-    """Call `adapt(module)` once the module is imported: now, if it already is.
+    """Calls `adapt(module)` once the module is imported: now, if it already is.
 
-    For modules that are adapted only if a script uses them, so that the host backend does not import them itself.
+    For modules that are adapted only if a script uses them, and that we do not import ourselves.
     """
 
     @contextmanager
@@ -69,7 +69,7 @@ def when_imported(module_name: str, adapt: Callable[[ModuleType], None]) -> None
 
 
 def around_import(module_name: str, surroundings: Callable[[ModuleType], AbstractContextManager[None]]) -> None:
-    """Run the code of a module that is not imported yet inside the context `surroundings(module)`."""
+    """Runs the code of a module that is not imported yet inside the context `surroundings(module)`."""
     sys.meta_path.insert(0, _AroundImport(module_name, surroundings))
 
 
