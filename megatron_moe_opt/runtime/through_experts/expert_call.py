@@ -166,7 +166,8 @@ class ExpertCall:
         """
         gradients, self._gradients = self._gradients, None  # the call outlives them: its partition's are sent by then
         gradients.output = grad_output
-        self._experts.borrow()  # now, on all ranks alike: those that begin with their own experts would ask later
+        if self._experts.borrowed is not None:
+            self._experts.borrow()  # now, on all ranks alike: those that begin with their own experts would ask later
         inputs = (self._anchor, *self._experts.parameters)
         with self._saved.reading(tokens), _taking(self._experts.parameters, take) as taken:
             found = torch.autograd.grad(self._exit, inputs, torch.zeros_like(self._exit), allow_unused=True)[1:]

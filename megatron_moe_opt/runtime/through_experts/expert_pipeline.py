@@ -124,16 +124,9 @@ class _Pass:
         how = STRATEGIES[self.strategy]
         addresses = addresses_of((*self.experts.parameters, *self.experts.constants))
         probs = [empty((rows.gathered,), self.prob_dtype, packed.device) for rows in self.partitions]
+        of_all = how.middle, addresses, self.hands_over, executor(packed.device).issue_meanwhile
         self.calls = [
-            ExpertCall(
-                self.experts,
-                one.plan.tokens_per_expert,
-                of_partition,
-                how.middle,
-                addresses,
-                self.hands_over,
-                executor(packed.device).issue_meanwhile,
-            )
+            ExpertCall(self.experts, one.plan.tokens_per_expert, of_partition, *of_all)
             for one, of_partition in zip(self.exchanges, probs, strict=True)
         ]
         combined = self.layouts[OUTPUTS].at_source.empty_rows(self._num_returned, packed)
