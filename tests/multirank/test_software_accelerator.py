@@ -381,8 +381,11 @@ def trials_on_accelerator(library: Path, candidates: tuple[str, ...]) -> dict[st
     return {"losses": losses, "expected": without_trials(candidates), "found": found.findings()}
 
 
-def test_trials_of_auto(ranks, library):
-    of_ranks = ranks.run(trials_on_accelerator, library=library, candidates=("monta:O3x2", "expert-migration:2"))
+def test_trials_of_auto(doomed_ranks, library):
+    """In processes of their own: in those that all tests before had used, and in no others, gradients that wait on the
+    host were said to be given back too early (2 of 2 runs of everything, 0 of 12 of parts; the cause is not known).
+    """
+    of_ranks = doomed_ranks.run(trials_on_accelerator, library=library, candidates=("monta:O3x2", "expert-migration:2"))
     check([result["found"] for result in of_ranks])
     for result in of_ranks:
         assert result["losses"] == pytest.approx(result["expected"], rel=1e-5)
