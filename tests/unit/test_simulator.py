@@ -59,11 +59,13 @@ def test_on_one_queue_ops_begin_in_turn_and_beside_the_last_kernel_of_half_the_e
         assert _times(simulate(schedule, _seconds)) == [(0, 4), (0, 1), (0, 1)]
 
 
-@pytest.mark.parametrize("ops", [1, 2])
-def test_what_cannot_be_issued_halfway_is_refused(ops):
-    experts = Op(Kind.COMPUTE, Lane.COMPUTE, meanwhile=1)
+EXPERTS = Op(Kind.COMPUTE, Lane.COMPUTE, meanwhile=1)
+
+
+@pytest.mark.parametrize("behind", [(), (EXPERTS,), (Op(Kind.COPY, Lane.COPY, waits_for=(0,)),)])
+def test_what_cannot_be_issued_halfway_is_refused(behind):
     with pytest.raises(ScheduleError, match="1 ops behind it cannot be issued halfway through it"):
-        simulate(Schedule("experts", (experts,) * ops), _seconds)
+        simulate(Schedule("experts", (EXPERTS, *behind)), _seconds)
 
 
 def test_busy_neighbours_slow_an_op_down_while_they_run():

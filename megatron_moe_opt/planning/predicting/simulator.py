@@ -66,7 +66,9 @@ class Order:
                     )
             if op.meanwhile:
                 behind = schedule.ops[index + 1 : index + 1 + op.meanwhile]
-                if len(behind) < op.meanwhile or any(other.lane is op.lane or other.meanwhile for other in behind):
+                if len(behind) < op.meanwhile or any(
+                    other.lane is op.lane or other.meanwhile or index in other.waits_for for other in behind
+                ):
                     raise ScheduleError(
                         f"{schedule.name}, op {index} ({op}): {op.meanwhile} ops behind it cannot be issued halfway "
                         "through it"
