@@ -11,9 +11,12 @@ training: fewer take as long on a CPU, as weights are read from memory all the s
 
 from __future__ import annotations
 
+import os
+import re
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -33,6 +36,7 @@ from tools.points import Links, found_at, run
 PROFILE_SECONDS = 45.0
 ROUTINGS = ("uniform", "zipf")
 STEPS, WARMUP = 4, 1
+STEPS_ALONE, WARM_STEPS = 8, 2
 LONG = 0.1
 """Seconds of a step from which on the overlap limit is asked for."""
 
@@ -112,6 +116,10 @@ class Found:
     """The same of its bytes inside nodes."""
     experts: float
     """Seconds that the planner predicts for experts, and for work on rows on the rank."""
+    alone: float
+    """Seconds of a step of the fastest variant between steps of its own, whose buffers are warm."""
+    processors: float
+    """Seconds in which the cores of a node would do what they do in such a step, were they never idle."""
     point: str = ""
     """The point's name, in a file."""
 
@@ -140,9 +148,39 @@ def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
         settings = replace(one, tokens=point.tokens, routing=point.routing, profile=profile)
         by_plan, by_trials = measure(settings, one.ep, cluster, [point.tokens], AutoChooser(), device)
         balance = routing_balance(settings, one.ep, device)
+        fastest = min(by_trials.seconds, key=by_trials.seconds.__getitem__)
+        alone, processors = alone_and_processors(settings, fastest, cluster, device)
     workers = find_levels([nodes[rank] for rank in cluster.world.layout.first_group("ep")])
     wire, inside, experts = limits(workload_of(settings, one.ep, balance, workers), cluster)
-    return Found(by_trials.rounds, by_trials.chosen, by_plan.chosen, by_plan.predicted, wire, inside, experts)
+    return Found(
+        by_trials.rounds, by_trials.chosen, by_plan.chosen, by_plan.predicted, wire, inside, experts, alone, processors
+    )  # fmt: skip
+
+
+def alone_and_processors(settings: LayerSettings, variant: str, cluster: Cluster, device: Any) -> tuple[float, float]:
+    """Returns the seconds of a step of a variant, timed without others in turns, and those that its node's cores are
+    busy with it: medians of steps, of the slowest rank and the busiest node. A collective call over the world.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from megatron_moe_opt.integration.measuring.timing import slowest, timed
+    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
+
+    layer = layer_under_test(settings, variant, settings.ep_size(dist.get_world_size()), device)
+    node, seconds, busy = cluster.world.nodes[dist.get_rank()], [], []
+    for step in range(WARM_STEPS + STEPS_ALONE):
+        layer.clear_grads()
+        dist.barrier()
+        before = time.process_time()
+        took = timed(layer.step, device)
+        on_nodes = torch.zeros(max(cluster.world.nodes) + 1, dtype=torch.float64)
+        on_nodes[node] = (time.process_time() - before) / len(os.sched_getaffinity(0))
+        dist.all_reduce(on_nodes)
+        if step >= WARM_STEPS:
+            seconds.append(slowest([took], device)[0])
+            busy.append(on_nodes.max().item())
+    return statistics.median(seconds), statistics.median(busy)
 
 
 def limits(work: LayerWorkload, cluster: Cluster) -> tuple[float, float, float]:
@@ -204,8 +242,34 @@ class Judged:
         return self.seconds[other] / self.seconds[self.found.kept], min(ratios), max(ratios)
 
     @property
+    def over_limit(self) -> float:
+        """Returns how many times that the fastest takes."""
+        return self.seconds[self.fastest] / self.limit
+
+    @property
+    def over_processors(self) -> float:
+        """Returns how many times the limit the fastest takes alone, where busy cores count among what limits."""
+        return self.found.alone / max(self.limit, self.found.processors)
+
+    @property
     def regret(self) -> float:
-        return self.seconds[self.found.kept] / self.seconds[self.fastest] - 1
+        return self._regret(self.found.kept, self.seconds)
+
+    @property
+    def regret_of_plan(self) -> float:
+        """Returns the regret of what was planned, without trials."""
+        return self._regret(self.found.planned, self.seconds)
+
+    @property
+    def regret_of_partitions(self) -> float | None:
+        """Returns the regret of the number of partitions that was planned, among `mpmoe` by hops whose experts stay;
+        None where something else was planned.
+        """
+        alike = [name for name in self.seconds if re.fullmatch(r"mpmoe:\d+:hops", name)]
+        return self._regret(self.found.planned, alike) if self.found.planned in alike else None
+
+    def _regret(self, chosen: str, others: Iterable[str]) -> float:
+        return self.seconds[chosen] / min(self.seconds[name] for name in others) - 1
 
     @property
     def error(self) -> float:
@@ -231,7 +295,7 @@ def rows(point: Point, content: Mapping[str, Any]) -> Iterator[str]:
         "{:.2f} ({:.2f}-{:.2f})".format(*over_single), f"{one.regret:.1%}", f"`{one.fastest}`",
         f"`{found.planned}`: {found.predicted * 1e3:.0f}, {ms[found.planned]}",
         *(f"{seconds * 1e3:.0f}" for seconds in (found.wire, found.inside, found.experts)),
-        f"{one.seconds[one.fastest] / one.limit:.2f}",
+        f"{one.over_limit:.2f}", f"{found.alone * 1e3:.0f}, {found.processors * 1e3:.0f}: {one.over_processors:.2f}",
     )  # fmt: skip
 
 
@@ -249,16 +313,27 @@ def summary(judged: Sequence[tuple[Point, Judged]]) -> Iterator[str]:
     over_single = [one.over(one.single)[0] for _, one in judged]
     several = [one.over(one.single)[0] for point, one in judged if point.shape.layer.topk >= 4 and one.is_balanced]
     regrets, errors = [one.regret for _, one in judged], sorted(abs(one.error) for _, one in judged)
-    over_limit = [one.seconds[one.fastest] / one.limit for _, one in judged if one.seconds[one.fastest] >= LONG]
+    of_plans = [one.regret_of_plan for _, one in judged]
+    of_partitions = [regret for _, one in judged if (regret := one.regret_of_partitions) is not None]
+    long = [one for _, one in judged if one.seconds[one.fastest] >= LONG]
     yield from head("", "found", "asked for")
     yield row("`auto` over stock", mean([one.over(ALLTOALL)[0] for _, one in judged]), "never below 1")
     yield row("`auto` over the best single system", mean(over_single), "1.12")
     yield row("the same at top-k of 4 and more, experts 0.5 to 2 of the wire", mean(several), "1.3")
     yield row("regret at most 5 %", part(regrets, 0.05), "90 %")
     yield row("regret at most 10 %", part(regrets, 0.1), "all")
+    for most in (0.05, 0.1):
+        yield row(f"the plan alone: regret at most {most:.0%}", part(of_plans, most), "")
+    yield row("the number of partitions by the profile alone: regret at most 5 %", part(of_partitions, 0.05), "90 %")
     off = f"{statistics.median(errors):.1%}, {errors[int(0.9 * (len(errors) - 1))]:.1%}"
     yield row("predictions off by, at the median and the 90th percentile", off, "15 %, 30 %")
-    yield row("fastest at most 1.3 times the limit, where a step takes 100 ms", part(over_limit, 1.3), "all")
+    yield row(
+        "fastest at most 1.3 times the limit, where a step takes 100 ms",
+        part([one.over_limit for one in long], 1.3),
+        "all",
+    )
+    alone = part([one.over_processors for one in long], 1.3)
+    yield row("the same alone, where busy cores count among the limits", alone, "")
 
 
 def table(out: Path) -> Iterator[str]:
@@ -271,7 +346,7 @@ def table(out: Path) -> Iterator[str]:
             yield from head(
                 "routing, tokens a rank", "`alltoall`, ms", "best single system", "kept by `auto`", "times stock",
                 "times the best single", "regret", "fastest", "planned: predicted, measured", "wire", "inside",
-                "experts", "fastest over the largest",
+                "experts", "fastest over the largest", "fastest alone, its cores' time: over the largest of all",
             )  # fmt: skip
         for point, content in there:
             yield from rows(point, content)

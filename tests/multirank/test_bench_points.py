@@ -36,6 +36,8 @@ FOUND = Found(
     wire=0.1,
     inside=0.05,
     experts=0.16,
+    alone=0.18,
+    processors=0.17,
 )
 
 
@@ -43,16 +45,18 @@ def test_a_point_is_judged_by_the_medians_of_its_rounds(tmp_path):
     one = Judged(FOUND)
     assert one.single == "mpmoe:2" and one.fastest == "mpmoe:3:hops" and one.limit == 0.16 and one.is_balanced
     assert one.over("alltoall") == (pytest.approx(2.0), pytest.approx(2.0), pytest.approx(2.5))
+    assert one.regret_of_plan == one.regret_of_partitions == 0
     assert one.regret == pytest.approx(0.2 / 0.19 - 1) and one.error == pytest.approx(0.1)
     point = POINTS[0]
     file_of(tmp_path, point).write_text(json.dumps(asdict(FOUND) | {"point": point.name}))
     lines = list(bench_points.table(tmp_path))
     assert any(
         line.startswith("| uniform, 256 | 400 | `mpmoe:2`: 300 | `mpmoe:2:hops`: 200 | 2.00 (2.00-2.50) |")
-        and line.endswith("| 100 | 50 | 160 | 1.19 |")
+        and line.endswith("| 100 | 50 | 160 | 1.19 | 180, 170: 1.06 |")
         for line in lines
     )
     assert "| the same at top-k of 4 and more, experts 0.5 to 2 of the wire | 1.500 (1.50 to 1.50) | 1.3 |" in lines
+    assert "| the number of partitions by the profile alone: regret at most 5 % | 1 of 1 | 90 % |" in lines
     assert "| fastest at most 1.3 times the limit, where a step takes 100 ms | 1 of 1 | all |" in lines
 
 
@@ -81,3 +85,4 @@ def test_a_point_is_planned_tried_and_timed(ranks, tmp_path):
     assert found.kept in found.rounds and found.planned in found.rounds and found.predicted > 0
     assert any("hops" in name for name in found.rounds) and all(len(one) == 2 for one in found.rounds.values())
     assert found.wire > 0 and found.inside > 0 and found.experts > 0
+    assert found.alone > 0 and found.processors > 0
