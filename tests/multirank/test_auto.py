@@ -705,3 +705,30 @@ def test_a_profile_that_cannot_be_planned_with_ends_all_ranks(ranks, tmp_path):
         (rank, "ConfigurationError") for rank in range(4)
     ]
     assert all("no expert" in text for _, _, text in caught.value.errors)
+
+
+def train_on_uneven_nodes(nodes: Sequence[int], **arguments: Any) -> dict[str, Any]:
+    from megatron_moe_opt.integration.auto import look
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUP_RANK", str(nodes[dist.get_rank()]))
+        said = []
+        patch.setattr(look, "say", lambda _, line: said.append(line))
+        return train(**arguments) | {"unlike": said}
+
+
+def test_groups_that_lie_unlike_on_nodes_are_planned_alike(eight_ranks, tmp_path):
+    """Those of the same experts: their gradients are summed over both, in the order in which layers give them."""
+    nodes = (0, 0, 0, 0, 1, 1, 2, 2)
+    file = write_profile(tmp_path / "cluster.json", World(nodes, ep=4), (2, 2))
+    arguments = {"options": Options(profile=file), "seconds": AllAlike(), "at_first": 2, "most_steps": 8}
+    found = eight_ranks.run(
+        train_on_uneven_nodes, nodes=nodes, steps=12, sizes={"ep": 4}, moe_token_dispatcher_type="auto", **arguments
+    )
+    assert all(one["unlike"] == found[0]["unlike"] for one in found)
+    assert "groups of 4 ranks lie on nodes as 2x2 or 4" in found[0]["unlike"][0] and len(found[0]["unlike"]) == 1
+    assert all((one["tried"], one["runs"]) == (found[0]["tried"], found[0]["runs"]) for one in found)
+    assert found[0]["settled"] and not any("hops" in one or "migration" in one for one in found[0]["tried"])
+    stock = eight_ranks.run(train, steps=12, options=None, sizes={"ep": 4})
+    for one, expected in zip(found, stock, strict=True):
+        assert one["losses"] == pytest.approx(expected["losses"], rel=1e-5)

@@ -144,3 +144,17 @@ def later_layers_line() -> str:
         "layers that are built after the first plan stay with what they begin with until it is planned anew: call "
         "megatron_moe_opt.register() before they are built, and they are planned by themselves"
     )
+
+
+def unlike_levels_line(size: int, levels: Sequence[tuple[int, ...]]) -> str:
+    """Returns the line that says why no tokens hop and no experts travel.
+
+    Args:
+        size: of the expert-parallel groups.
+        levels: the workers of each level as they lie, in one group or another; empty: of nodes that make no levels.
+    """
+    lie = " or ".join("x".join(map(str, workers)) or "unevenly" for workers in levels)
+    return (
+        f"no tokens hop and no experts travel: expert-parallel groups of {size} ranks lie on nodes as {lie}, and those "
+        "that hold the same experts must run alike: have groups begin where nodes do, or name --moe-opt-levels"
+    )

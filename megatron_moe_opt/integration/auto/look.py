@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
+from megatron_moe_opt.dispatchers.say import say
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto import memory_room
+from megatron_moe_opt.integration.auto.auto_report import unlike_levels_line
 from megatron_moe_opt.integration.auto.first_step import FirstStep, refusal
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of
 from megatron_moe_opt.integration.layer.netmoe_layer import block_adds_up_otherwise, check_seams
+from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.runtime.job.agreement import known_to_all
 from megatron_moe_opt.systems.netmoe import NETMOE
 
 
@@ -38,10 +44,22 @@ class Look:
             layer.look()
 
     def taken(self) -> FirstStep:
-        """Returns what was seen, and looks no more. A collective call over the groups of the layers."""
+        """Returns what was seen, and looks no more. A collective call over the world, and the groups of the layers."""
+        if self.options.plan is None:
+            self._compare_levels()
         seen = tuple(one for layer in self.layers if (one := layer.seen()) is not None)
         room = memory_room.room(sum(passes_held(layer, self.config) for layer in self.layers))
         return FirstStep((seen,), () if room is None else (room,), *self._samples())
+
+    def _compare_levels(self) -> None:
+        """Finds out which layers have no levels that hold for all expert-parallel groups of their size, and says so."""
+        of_ranks = known_to_all({(layer.groups.ep_size, layer.workers()) for layer in self.layers})
+        for size, found in groupby(sorted(set().union(*of_ranks)), itemgetter(0)):
+            levels = [workers for _, workers in found]
+            if len(levels) > 1:
+                say(AUTO, unlike_levels_line(size, levels))
+                for layer in self.layers:
+                    layer.lies_unlike |= layer.groups.ep_size == size
 
     def _samples(self) -> tuple[float | None, str | None]:
         """Returns what saving_of and keeps_home say of the routing that was seen; None for both where none was."""

@@ -39,6 +39,8 @@ class PlannedLayer:
         computed here together, and the most and the fewest tokens that one of them had.
         """
         self._is_looking = False
+        self.lies_unlike = False
+        """Whether other expert-parallel groups of the world lie on nodes in another way than the layer's."""
         self._experts = ExpertsLook(layer.experts)
         self.current = ALLTOALL
         self._plug = plug
@@ -109,11 +111,14 @@ class PlannedLayer:
         return dataclasses.replace(self.workload(), tokens=0)
 
     def workers(self) -> tuple[int, ...]:
-        """Returns those of each network level; none where nodes make no levels, so that no expert migrates.
+        """Returns those of each network level; none where nodes make no levels, or others in groups that may hold the
+        same experts, so that no expert migrates: all who hold them must be planned alike.
 
         Raises:
             ConfigurationError: --moe-opt-levels is not how the ranks lie.
         """
+        if self.lies_unlike:
+            return ()
         try:
             return levels_of(self.groups.ep, self.options.network_levels)
         except ConfigurationError:
