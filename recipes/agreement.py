@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.runtime.job.agreement import known_to_all
 
 
 class TrainingError(Exception):
@@ -19,9 +20,7 @@ class RankError(Exception):
 
 def first_of_all_ranks(text: str | None) -> str | None:
     """Returns the text of the first rank that has one; called by all ranks."""
-    texts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return next(filter(None, texts), None)
+    return next(filter(None, known_to_all(text)), None)
 
 
 def check_on_all_ranks(check: Callable[[], object]) -> None:
