@@ -12,49 +12,19 @@ number of experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 from megatron_moe_opt.dispatchers.dispatcher import Dispatcher
 from megatron_moe_opt.dispatchers.expert_domains import Choosing
+from megatron_moe_opt.dispatchers.hopping_tokens import HoppingTokens
 from megatron_moe_opt.row_format import SAME, Wire
-from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
-from megatron_moe_opt.runtime.engine.host_copy import HostCopy
-from megatron_moe_opt.runtime.hops.hop_plan import HopPlan
-from megatron_moe_opt.runtime.hops.token_hops import HoppingRows, TokenHops
-from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, to_experts, to_sources
-from megatron_moe_opt.runtime.travelling_experts.migrated_experts import Lent, MigratedExperts
+from megatron_moe_opt.runtime.hops.token_hops import TokenHops
+from megatron_moe_opt.runtime.rows.expert_exchange import to_experts, to_sources
+from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
 from megatron_moe_opt.topology.domain_groups import DomainGroups, domain_groups
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
-
-
-@dataclass(frozen=True)
-class HoppingTokens:
-    """What permute and dispatch learnt and the later steps need; one object a forward pass."""
-
-    dispatcher: ExpertMigrationDispatcher
-    rows: HoppingRows
-    counts: HostCopy
-    """The counts of every rank, [ep_size, num_counts, and the news of migrated experts], on their way to the host."""
-    lent: Lent | None
-    """This rank's experts as the other ranks use them; None where none travels."""
-
-    @cached_property
-    def exchange(self) -> Exchange[HopPlan]:
-        """Returns where tokens go; the first use waits for the counts to reach the host."""
-        # host synchronisation: for the counts, the only one of a forward pass
-        counts = self.counts.wait()[:, : self.rows.counts.numel()]
-        (exchange,) = self.dispatcher.hops.exchanges(counts, self.rows)
-        return exchange
-
-    @property
-    def news(self) -> list[int]:
-        """Returns what all ranks tell about changed experts, as `MigratedExperts.fetch` takes it."""
-        return self.counts.wait()[:, self.rows.counts.numel() :].amax(0).tolist()
-
 
 Migrate = Callable[[DomainGroups, tuple[int, ...]], MigratedExperts]
 """Has a layer's experts travel in these groups, to hold those of these owners too (DomainTables.owners)."""
@@ -109,12 +79,8 @@ class ExpertMigrationDispatcher(Dispatcher):
         if self.hops is None:
             self._settle(self.choosing.choose(tokens_TH.size(0), tokens_TH.device))
         rows = self.hops.rows(tokens_TH, probs, routing_map_TE, is_padded=capacity is not None)
-        counts, lent = rows.counts, None
-        if self.migrated is not None:
-            counts = torch.cat([counts, self.migrated.news()])
-            lent = self.migrated.lent()
-        counts = HostCopy(all_gather_rows(counts.view(1, -1), self.groups.joint))
-        return self.hops.pack(tokens_TH, probs, rows), HoppingTokens(self, rows, counts, lent)
+        hopping = HoppingTokens.tell(self.hops, rows, routing_map_TE, self.migrated)
+        return self.hops.pack(tokens_TH, probs, rows), hopping
 
     def dispatch(
         self, packed: torch.Tensor, dispatched: HoppingTokens, prob_dtype: torch.dtype
@@ -126,14 +92,15 @@ class ExpertMigrationDispatcher(Dispatcher):
         """
         if self.migrated is not None:
             self.migrated.fetch(dispatched.news)  # on their way while tokens are
-        exchange = dispatched.exchange
-        rows_NH, probs_N = to_experts(packed, dispatched.rows.own.wire, exchange, prob_dtype)
+        (exchange,) = dispatched.exchanges
+        rows_NH, probs_N = to_experts(packed, dispatched.own.wire, exchange, prob_dtype)
         return rows_NH, exchange.plan.tokens_per_expert, probs_N
 
     def combine(self, rows_NH: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
         """Sums the expert outputs [R, H] on their way back to the ranks of their tokens."""
-        return to_sources(rows_NH, dispatched.rows.own.wire, dispatched.exchange)
+        (exchange,) = dispatched.exchanges
+        return to_sources(rows_NH, dispatched.own.wire, exchange)
 
     def unpermute(self, returned: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
         """Returns the outputs [T, H]: they were summed on their way, so that nothing remains to be added."""
-        return dispatched.rows.own.unpermute(returned)
+        return dispatched.own.unpermute(returned)

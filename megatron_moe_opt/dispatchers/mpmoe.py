@@ -23,20 +23,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, counts_beyond, map_rows
+from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_rows
+from megatron_moe_opt.dispatchers.hopping_tokens import HoppingTokens
 from megatron_moe_opt.dispatchers.partitioning import Partitioning, Partitions
 from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS
 from megatron_moe_opt.row_format import SAME, Wire
-from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
-from megatron_moe_opt.runtime.hops.token_hops import HoppingRows, TokenHops
+from megatron_moe_opt.runtime.hops.token_hops import TokenHops
 from megatron_moe_opt.runtime.rows.exchange_plan import plan_partitions
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows, permuted
 from megatron_moe_opt.runtime.rows.ways import way_of
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import through_experts
-from megatron_moe_opt.runtime.travelling_experts.migrated_experts import Lent, MigratedExperts
+from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
 
@@ -80,45 +80,17 @@ class PartitionedTokens:
 
     partitions: Partitions
     prob_dtype: torch.dtype
-    rows: HoppingRows
-    counts: HostCopy
-    """The counts of every rank, [joint size, partitions * counts of a partition, the news of migrated experts and,
-    where a TP group shares out its tokens, those of each expert], on their way to the host.
-    """
-    hops: TokenHops
-    lent: Lent | None = None
-    """This rank's experts as the other ranks use them; None where none travels."""
-    copies: TokenCopies | None = None
-    """The TP group that shares out its tokens; None: every rank has tokens of its own."""
-    beyond: HostCopy | None = None
-    """What `counts_beyond` returns of this pass; None: the counts tell."""
+    tokens: HoppingTokens
 
     @property
     def own(self) -> OwnRows:
         """Returns this rank's own rows, before they are sent."""
-        return self.rows.own
+        return self.tokens.own
 
-    @cached_property
+    @property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Returns who sends what to whom in each partition; the first use waits for the counts."""
-        counts, _, of_experts = self._counted
-        if self.copies is not None:
-            shape = (self.hops.experts.ep_size, self.hops.experts.etp_size, -1)
-            self.copies.check_alike(of_experts.reshape(shape), self.beyond and self.beyond.wait())
-        return self.hops.exchanges(counts, self.rows)
-
-    @property
-    def news(self) -> list[int]:
-        """Returns what all ranks tell about changed experts, as `MigratedExperts.fetch` takes it."""
-        _, news, _ = self._counted
-        return news.amax(0).tolist()
-
-    @property
-    def _counted(self) -> tuple[torch.Tensor, ...]:
-        # host synchronisation: for the counts, the only one of a forward pass
-        counts, own = self.counts.wait(), self.rows.counts.numel()
-        of_experts = 0 if self.copies is None else self.hops.num_experts
-        return counts.split([own, counts.size(1) - own - of_experts, of_experts], dim=1)
+        return self.tokens.exchanges
 
 
 class MpmoeDispatcher(Dispatcher):
@@ -195,17 +167,8 @@ class MpmoeDispatcher(Dispatcher):
         if partitions.way == HOPS:
             is_padded = capacity is not None
             rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count, is_padded, tp)
-            told, lent, beyond = [rows.counts], None, None
-            if self.migrated is not None:
-                told.append(self.migrated.news())
-                lent = self.migrated.lent()
-            if copies is not None:
-                # Before the joint group's counts: when the host has waited for those, these are there.
-                of_experts = routing_map_TE.sum(0)
-                beyond = None if copies.inside else counts_beyond(copies, of_experts)
-                told.append(of_experts)
-            counts = HostCopy(all_gather_rows(torch.cat(told).view(1, -1), groups.joint))
-            partitioned = PartitionedTokens(partitions, probs_TE.dtype, rows, counts, self.hops, lent, copies, beyond)
+            tokens = HoppingTokens.tell(self.hops, rows, routing_map_TE, self.migrated, copies)
+            partitioned = PartitionedTokens(partitions, probs_TE.dtype, tokens)
             return self.hops.pack(tokens_TH, probs_TE, rows), partitioned
         row_map, counts = map_rows(routing_map_TE, groups, capacity=capacity, num_rows=num_rows)
         packed, own = permuted(tokens_TH, probs_TE, row_map.cut(partitions.count), self.wire)

@@ -51,9 +51,9 @@ def pipeline_experts(layer: Any, options: Options) -> None:
         dispatched, migrated = plugged.dispatched, plugged.dispatcher.migrated
         if migrated is None:
             return plugged.dispatcher.through_experts(hidden_states, dispatched, experts), None
-        migrated.fetch(dispatched.news)  # on their way while the first partitions are
+        migrated.fetch(dispatched.tokens.news)  # on their way while the first partitions are
         of_pass = dataclasses.replace(
-            experts, borrowed=migrated.borrowed(), stand_ins=migrated.stand_ins(dispatched.lent)
+            experts, borrowed=migrated.borrowed(), stand_ins=migrated.stand_ins(dispatched.tokens.lent)
         )
         returned = plugged.dispatcher.through_experts(hidden_states, dispatched, of_pass)
         return migrated.back_in_backward(returned), None
