@@ -16,6 +16,7 @@ import re
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,7 +120,7 @@ class Found:
     alone: float
     """Seconds of a step of the fastest variant between steps of its own, whose buffers are warm."""
     processors: float
-    """Seconds in which the cores of a node would do what they do in such a step, were they never idle."""
+    """Seconds in which the busiest cores would do what their ranks do in such a step, were they never idle."""
     point: str = ""
     """The point's name, in a file."""
 
@@ -149,7 +150,7 @@ def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
         by_plan, by_trials = measure(settings, one.ep, cluster, [point.tokens], AutoChooser(), device)
         balance = routing_balance(settings, one.ep, device)
         fastest = min(by_trials.seconds, key=by_trials.seconds.__getitem__)
-        alone, processors = alone_and_processors(settings, fastest, cluster, device)
+        alone, processors = alone_and_processors(settings, fastest, device)
     workers = find_levels([nodes[rank] for rank in cluster.world.layout.first_group("ep")])
     wire, inside, experts = limits(workload_of(settings, one.ep, balance, workers), cluster)
     return Found(
@@ -157,29 +158,29 @@ def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
     )  # fmt: skip
 
 
-def alone_and_processors(settings: LayerSettings, variant: str, cluster: Cluster, device: Any) -> tuple[float, float]:
-    """Returns the seconds of a step of a variant, timed without others in turns, and those that its node's cores are
-    busy with it: medians of steps, of the slowest rank and the busiest node. A collective call over the world.
+def alone_and_processors(settings: LayerSettings, variant: str, device: Any) -> tuple[float, float]:
+    """Returns the seconds of a step of a variant, timed without others in turns, and those that the cores of its ranks
+    are busy with it: medians of steps, of the slowest rank and the busiest cores. A collective call over the world.
     """
-    import torch
     import torch.distributed as dist
 
     from megatron_moe_opt.integration.measuring.timing import slowest, timed
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
+    from megatron_moe_opt.runtime.job.agreement import known_to_all
 
     layer = layer_under_test(settings, variant, settings.ep_size(dist.get_world_size()), device)
-    node, seconds, busy = cluster.world.nodes[dist.get_rank()], [], []
+    cores, seconds, busy = tuple(sorted(os.sched_getaffinity(0))), [], []
     for step in range(WARM_STEPS + STEPS_ALONE):
         layer.clear_grads()
         dist.barrier()
         before = time.process_time()
         took = timed(layer.step, device)
-        on_nodes = torch.zeros(max(cluster.world.nodes) + 1, dtype=torch.float64)
-        on_nodes[node] = (time.process_time() - before) / len(os.sched_getaffinity(0))
-        dist.all_reduce(on_nodes)
+        of_cores: Counter[tuple[int, ...]] = Counter()
+        for theirs, spent in known_to_all((cores, time.process_time() - before)):
+            of_cores[theirs] += spent / len(theirs)
         if step >= WARM_STEPS:
             seconds.append(slowest([took], device)[0])
-            busy.append(on_nodes.max().item())
+            busy.append(max(of_cores.values()))
     return statistics.median(seconds), statistics.median(busy)
 
 
