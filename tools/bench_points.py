@@ -149,8 +149,7 @@ def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
         settings = replace(one, tokens=point.tokens, routing=point.routing, profile=profile)
         by_plan, by_trials = measure(settings, one.ep, cluster, [point.tokens], AutoChooser(), device)
         balance = routing_balance(settings, one.ep, device)
-        fastest = min(by_trials.seconds, key=by_trials.seconds.__getitem__)
-        alone, processors = alone_and_processors(settings, fastest, device)
+        alone, processors = alone_and_processors(settings, by_trials.best, device)
     workers = find_levels([nodes[rank] for rank in cluster.world.layout.first_group("ep")])
     wire, inside, experts = limits(workload_of(settings, one.ep, balance, workers), cluster)
     return Found(
@@ -164,7 +163,7 @@ def alone_and_processors(settings: LayerSettings, variant: str, device: Any) -> 
     """
     import torch.distributed as dist
 
-    from megatron_moe_opt.integration.measuring.timing import slowest, timed
+    from megatron_moe_opt.integration.measuring.timing import timed
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
     from megatron_moe_opt.runtime.job.agreement import known_to_all
 
@@ -175,11 +174,12 @@ def alone_and_processors(settings: LayerSettings, variant: str, device: Any) -> 
         dist.barrier()
         before = time.process_time()
         took = timed(layer.step, device)
+        of_ranks = known_to_all((took, cores, time.process_time() - before))
         of_cores: Counter[tuple[int, ...]] = Counter()
-        for theirs, spent in known_to_all((cores, time.process_time() - before)):
+        for _, theirs, spent in of_ranks:
             of_cores[theirs] += spent / len(theirs)
         if step >= WARM_STEPS:
-            seconds.append(slowest([took], device)[0])
+            seconds.append(max(took for took, *_ in of_ranks))
             busy.append(max(of_cores.values()))
     return statistics.median(seconds), statistics.median(busy)
 

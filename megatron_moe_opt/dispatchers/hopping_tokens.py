@@ -56,7 +56,8 @@ class HoppingTokens:
             of_experts = routing_map_TE.sum(0)
             beyond = None if copies.inside else counts_beyond(copies, of_experts)
             told.append(of_experts)
-        counts = HostCopy(all_gather_rows(torch.cat(told).view(1, -1), hops.experts.joint))
+        own = told[0] if len(told) == 1 else torch.cat(told)
+        counts = HostCopy(all_gather_rows(own.view(1, -1), hops.experts.joint))
         return cls(hops, rows, counts, lent, copies, beyond)
 
     @property

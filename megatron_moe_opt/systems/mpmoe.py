@@ -43,6 +43,7 @@ from megatron_moe_opt.systems.system import (
     option,
     quantization,
     recomputed_modules,
+    repeats_moe_layers,
     shown,
 )
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable, stationary
@@ -129,7 +130,7 @@ def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
     from megatron_moe_opt.runtime.hops.token_hops import TokenHops
     from megatron_moe_opt.topology.domain_groups import domain_groups, levels_of
 
-    is_recomputed = config.recompute_granularity == "full" or "moe" in recomputed_modules(config)
+    is_recomputed = repeats_moe_layers(config)
     if HOPS not in options.ways:
         workload = layer_workload(config, groups, wire=options.wire)
         partitioning = partitioning_of(options, groups, workload)

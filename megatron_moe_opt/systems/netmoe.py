@@ -28,6 +28,7 @@ from megatron_moe_opt.systems.system import (
     given_flag,
     quantization,
     recomputed_modules,
+    repeats_moe_layers,
     shown,
 )
 from megatron_moe_opt.topology.domains import stationary
@@ -77,7 +78,7 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
         (config.fp32_residual_connection, "--fp32-residual-connection"),
         (getattr(config, "fused_residual_rmsnorm", False), "--fused-residual-rmsnorm"),
         (
-            (config.recompute_granularity == "full" or "moe" in recompute) and quantization(config) is not None,
+            repeats_moe_layers(config) and quantization(config) is not None,
             f"--recompute-granularity {config.recompute_granularity} with {quantization(config)}",
         ),
         ("layernorm" in recompute, "--recompute-modules layernorm"),

@@ -212,6 +212,11 @@ def recomputed_modules(config: Any) -> list[str]:
     return config.recompute_modules or [] if config.recompute_granularity == "selective" else []
 
 
+def repeats_moe_layers(config: Any) -> bool:
+    """Whether a TransformerConfig has forward passes of whole MoE layers repeated in backward passes."""
+    return config.recompute_granularity == "full" or "moe" in recomputed_modules(config)
+
+
 def quantization(config: Any) -> str | None:
     """Returns the flag by which a TransformerConfig has experts compute in narrower formats; None: they do not."""
     if config.fp8:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,23 +68,22 @@ def _before_step() -> None:
 
 
 def _after_step() -> None:
-    if _controller is not None:
-        _check_skips()
-        _controller.after_step() if _is_of_planned_model() else _controller.clock.others_step_ended()
+    _step_ended(Controller.after_step)
 
 
-def _check_skips() -> None:
+def _after_skipped_step() -> None:
+    _step_ended(Controller.after_skipped_step)
+
+
+def _step_ended(of_planned_model: Callable[[Controller], None]) -> None:
+    if _controller is None:
+        return
     if may_skip_alone():
         raise ConfigurationError(
             "--moe-token-dispatcher-type auto counts the optimizer's steps with all ranks, and with a "
             "grad_norm_skip_threshold each rank skips by itself: leave it at infinity, or name a dispatcher"
         )
-
-
-def _after_skipped_step() -> None:
-    if _controller is not None:
-        _check_skips()
-        _controller.after_skipped_step() if _is_of_planned_model() else _controller.clock.others_step_ended()
+    of_planned_model(_controller) if _is_of_planned_model() else _controller.clock.others_step_ended()
 
 
 def _is_of_planned_model() -> bool:

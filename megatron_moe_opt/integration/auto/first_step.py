@@ -115,7 +115,7 @@ def of_all(ranks: Sequence[FirstStep]) -> FirstStep:
         tuple(of_rank for one in ranks for of_rank in one.seen),
         tuple(room for one in ranks for room in one.rooms),
         statistics.mean(savings) if savings else None,
-        next((one.at_home for one in ranks if one.at_home is not None), None),
+        _first(one.at_home for one in ranks),
     )
 
 

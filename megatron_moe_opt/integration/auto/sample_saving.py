@@ -22,7 +22,7 @@ from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.job.agreement import known_to_all
 from megatron_moe_opt.systems import moves_samples
 from megatron_moe_opt.systems.netmoe import NETMOE
-from megatron_moe_opt.systems.system import FLAG, recomputed_modules
+from megatron_moe_opt.systems.system import FLAG, repeats_moe_layers
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
@@ -77,7 +77,7 @@ def keeps_home(config: Any, routing: Sequence[SampleRouting]) -> str | None:
         return f"{drawn} draws numbers on the rank that has a sample"
     if any(one.samples > 1 and balances_ranks(one.router) for one in routing):
         return "--moe-router-load-balancing-type aux_loss balances the samples that share a rank"
-    recomputes = config.recompute_granularity == "full" or "moe" in recomputed_modules(config)
+    recomputes = repeats_moe_layers(config)
     if not recomputes and any(one.is_repeated for one in routing):
         return "MoE layers are recomputed by torch.utils.checkpoint, which would not find their samples"
     return None
