@@ -285,6 +285,16 @@ class Judged:
 _STOCK = (ALLTOALL, "allgather", "flex")
 
 
+def cost_of_one_variant(first: Judged, second: Judged) -> float:
+    """Returns how much longer two layers of one shape, routed unlike, take with one variant for both than with one for
+    each: a part of the latter. Of the variants that were timed at both points.
+    """
+    both = first.seconds.keys() & second.seconds.keys()
+    one = min(first.seconds[name] + second.seconds[name] for name in both)
+    each = sum(min(point.seconds[name] for name in both) for point in (first, second))
+    return one / each - 1
+
+
 def rows(point: Point, content: Mapping[str, Any]) -> Iterator[str]:
     """Yields the row of a point."""
     one = Judged(Found(**content))
@@ -335,6 +345,15 @@ def summary(judged: Sequence[tuple[Point, Judged]]) -> Iterator[str]:
     )
     alone = part([one.over_processors for one in long], 1.3)
     yield row("the same alone, where busy cores count among the limits", alone, "")
+    by_size: dict[tuple[Shape, int], list[Judged]] = {}
+    for point, one in judged:
+        by_size.setdefault((point.shape, point.tokens), []).append(one)
+    unlike = sorted(cost_of_one_variant(*pair) for pair in by_size.values() if len(pair) == 2)
+    if unlike:
+        off = f"{statistics.median(unlike):.1%}, {max(unlike):.1%}"
+        yield row(
+            "one variant for two layers of a shape, routed evenly and by Zipf: longer by, median and most", off, ""
+        )
 
 
 def table(out: Path) -> Iterator[str]:

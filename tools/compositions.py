@@ -1,4 +1,4 @@
-"""What compositions that are not built would take, by the planner's own simulation: the tables of docs/compositions.md.
+"""What compositions take, or would take, by the planner's own simulation: the tables of docs/compositions.md.
 
     python -m tools.compositions
 
@@ -30,7 +30,7 @@ from megatron_moe_opt.topology.layouts import Layout
 
 Builder = Callable[[LayerOnCluster, str, int], list[Schedule]]
 Cost = Callable[[Op], float]
-_SHARED, _NVLINK = "shared", ("a800-ib200", "h100-ib400")
+_NVLINK = ("a800-ib200", "h100-ib400")
 PARTITIONS, CHUNKS = (1, 2, 3, 4, 6, 8), (2, 4)
 TOKENS = (4096, 16384)
 """The tokens of a layer on one rank, or on the ranks that hold the same."""
@@ -56,10 +56,14 @@ def layer_on(cluster: str, layout: Layout, tokens: int, topk: int, shape: tuple[
     return LayerOnCluster(LayerWorkload(*sizes, workers=workers), describe(known, layout, hidden, own))
 
 
-def passes(layer: LayerOnCluster, way: str, count: int) -> list[Schedule]:
-    """Returns forward and backward of `mpmoe` by a way, as its dispatcher runs them."""
+def passes(layer: LayerOnCluster, way: str, count: int, shared: int | None = None) -> list[Schedule]:
+    """Returns forward and backward of `mpmoe` by a way, as its dispatcher runs them.
+
+    Args:
+        shared: bytes of the tokens that shared experts take beside; None: there are none.
+    """
     cut = PartitionedLayer.of(layer, count, way, None)
-    return [build(NONE, cut.parts, cut.row, cut.stages) for build in (forward, backward)]
+    return [build(NONE, cut.parts, cut.row, cut.stages, shared) for build in (forward, backward)]
 
 
 def gathered(layer: LayerOnCluster, way: str, count: int) -> list[Schedule]:
@@ -106,14 +110,6 @@ def chunked(schedule: Schedule, chunks: int) -> Schedule:
     return replace(schedule, ops=in_issue_order(ops)[1])
 
 
-def with_shared(schedule: Schedule, size: int) -> Schedule:
-    """Returns a schedule with half of the shared experts before the first call of the others, half behind the last."""
-    call = next(op for op in schedule.ops if op.kind in OF_EXPERTS)
-    half = replace(call, size=size // 2, waits_for=(), group=_SHARED)
-    moved = (replace(op, waits_for=tuple(other + 1 for other in op.waits_for)) for op in schedule.ops)
-    return replace(schedule, ops=in_issue_order([half, *moved, half])[1])
-
-
 def least(layer: LayerOnCluster, way: str, build: Builder, edge: bool, costs: Cost | None = None) -> float:
     """Returns the seconds of a layer in its best number of partitions.
 
@@ -156,16 +152,20 @@ def _chunked_passes(layer: LayerOnCluster, way: str, count: int, chunks: int) ->
 
 
 def of_shared_experts(layer: LayerOnCluster, ffn: int) -> tuple[float, float]:
-    """Returns the time of a layer whose shared experts run at both ends of the experts' ops, where tokens
-    hop, over the time with them before the layer; and over that with Megatron's overlap, if it hides the
-    first of their matrix products.
+    """Returns the time of a layer whose shared experts run as ops of the pipeline, where tokens hop, over the time with
+    them before the layer; and over that with the first of their matrix products hidden.
     """
     one, costs = layer.workload, costs_of(layer, HOPS)
     size, shared = one.tokens * one.row_bytes, costs_with_experts(replace(one, experts=one.ep, ffn=ffn), layer.cluster)
+    whole = {Kind.SHARED: Kind.COMPUTE, Kind.SHARED_GRADIENT: Kind.GRADIENT}
     alone = sum(shared(Op(kind, Lane.COMPUTE, size=size)) for kind in OF_EXPERTS)
-    both = lambda op: shared(replace(op, group=None)) if op.group == _SHARED else costs(op)  # noqa: E731
-    build = lambda *args: [with_shared(schedule, size) for schedule in passes(*args)]  # noqa: E731
-    without, inside = least(layer, HOPS, passes, True), least(layer, HOPS, build, True, both)
+
+    def both(op: Op) -> float:
+        return shared(replace(op, kind=whole[op.kind])) / 2 if op.kind in whole else costs(op)
+
+    without, inside = (
+        least(layer, HOPS, passes, True), least(layer, HOPS, partial(passes, shared=size), True, both)
+    )  # fmt: skip
     return inside / (without + alone), inside / (without + alone / 3)
 
 
@@ -186,7 +186,10 @@ def tables() -> str:
     for name, of_places in ratios.items():
         for place, of_topk in of_places.items():
             lines.append(f"| {' | '.join([name, place, *map(_between, of_topk.values())])} |")
-    lines += ["", "| shared experts at both ends of the experts | of them before the layer | of Megatron's overlap |"]
+    lines += [
+        "",
+        "| shared experts as ops, which is built | of them before the layer | of their first product hidden |",
+    ]
     lines.append("|---|---|---|")
     for name, (hidden, experts, ffn, topk, shared) in SHARED.items():
         layout, shape = Layout(32, ep=32), (hidden, experts, ffn)

@@ -36,6 +36,7 @@ from megatron_moe_opt.runtime.rows.own_rows import OwnRows, permuted
 from megatron_moe_opt.runtime.rows.ways import way_of
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import through_experts
+from megatron_moe_opt.runtime.through_experts.shared_call import SharedExperts
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
@@ -180,9 +181,17 @@ class MpmoeDispatcher(Dispatcher):
         """Returns the rows as they are, with their probabilities behind them: `through_experts` sends them."""
         return packed, None, packed.new_empty(0)
 
-    def through_experts(self, packed: torch.Tensor, partitioned: Partitioned, experts: Experts) -> torch.Tensor:
+    def through_experts(
+        self,
+        packed: torch.Tensor,
+        partitioned: Partitioned,
+        experts: Experts,
+        shared: tuple[SharedExperts, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Runs dispatch, experts and combine: takes what stands for packed rows, and returns what stands for their
         outputs, back at the source.
+
+        Given the shared experts and their tokens, it runs them beside, and returns their outputs, too.
         """
         return through_experts(
             packed,
@@ -191,6 +200,7 @@ class MpmoeDispatcher(Dispatcher):
             partitioned.exchanges,
             partitioned.partitions.strategy,
             partitioned.prob_dtype,
+            shared,
         )
 
     def combine(self, returned: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:

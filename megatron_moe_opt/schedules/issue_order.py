@@ -30,6 +30,8 @@ SECONDS = {
     Kind.ACTIVATE: 0.1,
     Kind.COMPUTE: 2.0,
     Kind.GRADIENT: 4.0,
+    Kind.SHARED: 0.5,
+    Kind.SHARED_GRADIENT: 1.0,
 }
 """The time that ops of a kind take, against a collective's 1: the first guess."""
 _INSIDE_NODES, _COPIES, _EXPERTS, _HOST_COPIES = (0.25, 1.0), (0.02, 0.3), (0.25, 5.0), (0.25, 2.0)
@@ -148,6 +150,7 @@ def _guesses(lane: Lane, kind: Kind) -> tuple[float, ...]:
     for inside, copy, experts, host in product(_INSIDE_NODES, _COPIES, _EXPERTS, _HOST_COPIES):
         of_kind = dict.fromkeys((Kind.PERMUTE, Kind.COPY, Kind.SUM, Kind.ACTIVATE), copy)
         of_kind |= {Kind.COMPUTE: experts, Kind.GRADIENT: 2 * experts, Kind.OFFLOAD: host, Kind.PREFETCH: host}
+        of_kind |= {Kind.SHARED: experts / 4, Kind.SHARED_GRADIENT: experts / 2}
         guesses.append(of_kind.get(kind, inside if lane is Lane.INTRA else 1.0))
     return tuple(guesses)
 

@@ -28,6 +28,9 @@ shared. On the way back a partition then passes what lies behind the first links
 and the next but one does while that returns on these: the first links need not wait for the others, nor the experts
 for either.
 
+Shared experts, which all tokens go through where they are, do half of their work while the first partition is on its
+way, before its experts, and half while the last one is on its way back, behind those of that.
+
 Buffers of partition j are NAME.j, or NAME.SLOT where partitions share them. Of gradients they are called grad_NAME.
 """
 
@@ -92,6 +95,8 @@ STRATEGIES = {
     "S3": Strategy(Restore.OFFLOAD, Restore.RECOMPUTE),
     "S4": Strategy(Restore.COMMUNICATE, Restore.RECOMPUTE),
 }
+SHARED_TOKENS, SHARED_OUTPUT_GRADIENTS = "shared_tokens.0", "grad_shared_output.0"
+"""What shared experts take in either direction: of all tokens of a rank, whatever the partition."""
 
 
 class Partition(Protocol):
@@ -189,26 +194,37 @@ class Moved:
 
     rows: Partition
     row: RowBytes
+    shared: int = 0
+    """Bytes of the tokens that shared experts take, which are all of a rank's in whichever partition."""
 
 
-def forward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: Stages) -> Schedule:
+def forward(
+    strategy: str, partitions: Sequence[Partition], row: RowBytes, way: Stages, shared: int | None = None
+) -> Schedule:
     """Returns the schedule of rows through the experts and back: rows.j -> combined.j.
 
     Besides, `tokens.j` and `middle.j` stay behind without reuse, and what is offloaded ends in `host_tokens.j` and
     `host_middle.j`. The size of a compute op is that of its inputs, T_DI.
+
+    Args:
+        shared: bytes of the tokens that shared experts take beside the rows; None: there are none, or they run before.
     """
-    return forward_outline(strategy, len(partitions), way).sized([Moved(rows, row) for rows in partitions])
+    outline = forward_outline(strategy, len(partitions), way, shared is not None)
+    return outline.sized([Moved(rows, row, shared or 0) for rows in partitions])
 
 
-def backward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: Stages) -> Schedule:
+def backward(
+    strategy: str, partitions: Sequence[Partition], row: RowBytes, way: Stages, shared: int | None = None
+) -> Schedule:
     """Returns the schedule of gradients of the rows' outputs to the experts, and of those of their inputs back:
     grad_combined.j -> grad_rows.j.
 
     Rows that were kept to be communicated again have been read by then: grad_rows.j may be in their memory. A gradient
     op, like the compute op that it mirrors, has the size of T_DI. Partitions are in the same order as in the forward
-    pass, which is the order in which weight gradients are added.
+    pass, which is the order in which weight gradients are added. `shared` as in `forward`.
     """
-    return backward_outline(strategy, len(partitions), way).sized([Moved(rows, row) for rows in partitions])
+    outline = backward_outline(strategy, len(partitions), way, shared is not None)
+    return outline.sized([Moved(rows, row, shared or 0) for rows in partitions])
 
 
 def _inputs(moved: Moved) -> int:
@@ -223,11 +239,16 @@ def _activations(moved: Moved) -> int:
     return moved.rows.gathered * moved.row.activations
 
 
+def _shared(moved: Moved) -> int:
+    return moved.shared
+
+
 @cache
-def forward_outline(strategy: str, count: int, way: Stages) -> Outline:
+def forward_outline(strategy: str, count: int, way: Stages, with_shared: bool = False) -> Outline:
     """Returns what `forward` does with so many partitions, whatever moves."""
     how = STRATEGIES[strategy]
-    pipeline = _Partitions(how, count, way, [f"rows.{j}" for j in range(count)])
+    inputs = [f"rows.{j}" for j in range(count)]
+    pipeline = _Partitions(how, count, way, [*inputs, *([SHARED_TOKENS] if with_shared else [])])
 
     def compute(j: int) -> None:
         if how.inputs is Restore.OFFLOAD:
@@ -242,15 +263,16 @@ def forward_outline(strategy: str, count: int, way: Stages) -> Outline:
         lambda j: pipeline.sort(j, INPUTS),
         compute,
         lambda j: pipeline.back(j, OUTPUTS, f"combined.{j}"),
+        (Kind.SHARED, SHARED_TOKENS) if with_shared else None,
     )
     return pipeline.outline(_name("forward", strategy, count))
 
 
 @cache
-def backward_outline(strategy: str, count: int, way: Stages) -> Outline:
+def backward_outline(strategy: str, count: int, way: Stages, with_shared: bool = False) -> Outline:
     """Returns what `backward` does with so many partitions, whatever moves."""
     how = STRATEGIES[strategy]
-    inputs = [f"grad_combined.{j}" for j in range(count)]
+    inputs = [f"grad_combined.{j}" for j in range(count)] + ([SHARED_OUTPUT_GRADIENTS] if with_shared else [])
     for name, restore in (("tokens", how.inputs), ("middle", how.middle)):
         stays = {Restore.KEEP: name, Restore.OFFLOAD: f"host_{name}", Restore.COMMUNICATE: "rows"}.get(restore)
         inputs += [f"{stays}.{j}" for j in range(count) if stays is not None]
@@ -281,7 +303,13 @@ def backward_outline(strategy: str, count: int, way: Stages) -> Outline:
             saved = [*saved, "activations"]
         pipeline.add(Kind.GRADIENT, Lane.COMPUTE, j, _inputs, [*saved, "grad_output"], ["grad_tokens"])
 
-    pipeline.alternate(send, sort, compute, lambda j: pipeline.back(j, INPUT_GRADIENTS, f"grad_rows.{j}"))
+    pipeline.alternate(
+        send,
+        sort,
+        compute,
+        lambda j: pipeline.back(j, INPUT_GRADIENTS, f"grad_rows.{j}"),
+        (Kind.SHARED_GRADIENT, SHARED_OUTPUT_GRADIENTS) if with_shared else None,
+    )
     return pipeline.outline(_name("backward", strategy, count))
 
 
@@ -346,13 +374,20 @@ class _Partitions(Pipeline):
         self._at_source: dict[int, tuple[str, Sequence[Stage], Mapping[str, str]]] = {}
         """Where the rows of a partition are that are back, and what remains to be done with them, by what names."""
 
-    def alternate(self, send: Part, sort: Part, compute: Part, back: Part) -> None:
+    def alternate(
+        self, send: Part, sort: Part, compute: Part, back: Part, shared: tuple[Kind, str] | None = None
+    ) -> None:
         """Has all partitions through the experts; each function adds its ops for one.
+
+        `shared` are the kind of the shared experts' ops, and what they take, where they run beside.
 
         In ascending order, in the backward pass too: Transformer Engine overwrites a weight's gradient in the backward
         pass of what its module ran first, and adds to it in the others.
         """
         last = self._count - 1
+        halfway = "shared_middle.0"
+        if shared is not None:
+            self.add(shared[0], Lane.COMPUTE, 0, _shared, [shared[1]], [halfway])
         for j in range(min(self._ahead, last + 1)):
             send(j)
             self._pass_on(j)
@@ -369,6 +404,8 @@ class _Partitions(Pipeline):
             back(j)
             self._pass_on(j + self._ahead)
             self._share(j - 1)
+        if shared is not None:
+            self.add(shared[0], Lane.COMPUTE, 0, _shared, [halfway], ["shared_result.0"])
         self._sum_up(last)
         self._share(last)
 

@@ -49,11 +49,15 @@ class Kind(_OneOfEach):
     ENCODE_GRADIENT = "encode_gradient"  # of gradients that return to the experts' owners
     DECODE_GRADIENT = "decode_gradient"  # and their sum
     ACTIVATE = "activate"  # what lies between an expert's two matrix products, again
+    SHARED = "shared"  # half of the shared experts, which all tokens go through where they are
+    SHARED_GRADIENT = "shared_gradient"
 
 
 COLLECTIVES = frozenset({Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.SEND_RECEIVE})
 OF_EXPERTS = frozenset({Kind.COMPUTE, Kind.GRADIENT})
 """The kinds of ops that are a whole pass through experts."""
+OF_SHARED_EXPERTS = frozenset({Kind.SHARED, Kind.SHARED_GRADIENT})
+"""The kinds of ops that are half a pass through shared experts."""
 CODEC = frozenset({Kind.ENCODE, Kind.DECODE, Kind.ENCODE_GRADIENT, Kind.DECODE_GRADIENT})
 """The kinds of ops that encode and decode experts, and their gradients, which travel compressed."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megatron_moe_opt.schedules.schedule import COLLECTIVES, OF_EXPERTS, Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, OF_EXPERTS, OF_SHARED_EXPERTS, Kind, Lane, Op, Schedule
 
-_COMPUTING = OF_EXPERTS | {Kind.ACTIVATE}
+_COMPUTING = OF_EXPERTS | OF_SHARED_EXPERTS | {Kind.ACTIVATE}
 
 
 @dataclass(frozen=True)

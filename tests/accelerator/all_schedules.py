@@ -15,6 +15,12 @@ from megatron_moe_opt.schedules.schedule import Schedule
 COUNTS = (1, 2, 4, 8)
 GROUPS = ((2, 2), (2, 1), (1, 2))
 """Sizes of the EP and expert-TP group."""
+WITH_SHARED = (
+    "EP 2, expert-TP 2",
+    "hops over 2 level(s), expert-TP 1",
+    "hops over 2 level(s), expert-TP 2, gathered over TP",
+)
+"""The ways beside which shared experts run, too."""
 HOPS = ((1, 1), (2, 1), (1, 2), (2, 2))
 """Levels over which tokens hop, and the size of the expert-TP group."""
 
@@ -46,6 +52,10 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
                 for build in (mpmoe.forward, mpmoe.backward):
                     schedule = build(strategy, parts, RowBytes(2, 1, 3), way)
                     yield f"mpmoe {strategy} {build.__name__}, {count} partition(s), {of}", schedule
+            if of in WITH_SHARED:
+                for build in (mpmoe.forward, mpmoe.backward):
+                    schedule = build(mpmoe.NONE, parts, RowBytes(2, 1, 3), way, shared=1)
+                    yield f"mpmoe {build.__name__} with shared experts, {count} partition(s), {of}", schedule
         for etp_size in (1, 2):
             of = f"expert-TP {etp_size}"
             yield f"parm dispatch, {count} chunk(s), {of}", parm.dispatch(chunks, etp_size)

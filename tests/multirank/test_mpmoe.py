@@ -24,6 +24,7 @@ COUNTS = (2, 3, 8)
 ALL = [(1, "S1"), *((count, strategy) for count in COUNTS for strategy in STRATEGIES)]
 """All variants; in one partition all strategies are the same."""
 SOME = [(1, "S1"), (3, "none"), (4, "S2"), (3, "S3"), (8, "S4")]
+OVERLAPPED = SHARED | {"moe_shared_expert_overlap": True, "moe_shared_expert_gate": True}
 GATED_GELU = {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}
 
 
@@ -172,7 +173,6 @@ def test_every_count_and_strategy(ranks, layout):
         *((layout, {"moe_router_topk": 1}, None) for layout in ("one-rank-groups", "tp2-ep4", "tp4-etp4", "etp2-ep2")),
         ("cp2-tp2-ep2-etp2", {"moe_router_topk": 3}, None),
         *((layout, extra, None) for layout in ("ep4", "tp2-ep2-etp2") for extra in (DROP, PAD, SHARED, RECOMPUTE)),
-        ("tp2-ep2-etp2", SHARED | {"moe_shared_expert_overlap": True}, None),
         ("tp2-ep2-etp2", {"moe_router_dtype": "fp64"} | GATED_GELU, None),
         ("ep4", {"add_bias_linear": True}, None),
         ("ep4", {"num_moe_experts": 4}, None),  # one local expert
@@ -234,7 +234,7 @@ WHOLE, BOTH = ({"tp": 2, "ep": 2, "etp": etp} for etp in (1, 2))
     ("layout", "settings", "routing", "options"),
     [
         (WHOLE, GATED, None, {"partitions": 3}),
-        (WHOLE, SHARED | {"moe_shared_expert_overlap": True}, None, {"partitions": 1}),
+        (WHOLE, OVERLAPPED, None, {"partitions": 1}),
         (BOTH, Z_LOSS | RECOMPUTE, "hot", {"partitions": 4, "memory_reuse": "S3"}),
         (BOTH, {"moe_router_load_balancing_type": "seq_aux_loss"}, None, {"partitions": 8, "memory_reuse": "S2"}),
         (BOTH | {"cp": 2}, {}, None, {"partitions": 2, "memory_reuse": "S4"}),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_moe_opt.dispatchers.partitioning import Partitions
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from tests.multirank.test_mpmoe import OVERLAPPED
 from tests.ranks.training import losses
 
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -23,10 +24,10 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 @pytest.mark.parametrize(
     ("layout", "settings", "strategy", "way"),
     [
-        ({"ep": 2}, {"overlap": True}, "none", "rows"),
+        ({"ep": 2}, {"overlap": True} | OVERLAPPED, "none", "rows"),
         ({"tp": 2, "ep": 2, "etp": 2}, {"overlap": True, "distributed_optimizer": False}, "S2", "hops"),
-        ({"pp": 2, "ep": 2}, {"microbatches": 4}, "S3", "rows"),
-        ({"pp": 2, "ep": 2}, {"microbatches": 4} | RECOMPUTED, "S2", "hops"),
+        ({"pp": 2, "ep": 2}, {"microbatches": 4} | OVERLAPPED, "S3", "rows"),
+        ({"pp": 2, "ep": 2}, {"microbatches": 4} | OVERLAPPED | RECOMPUTED, "S2", "hops"),
     ],
     ids=str,
 )

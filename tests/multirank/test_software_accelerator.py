@@ -163,6 +163,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "parm S1, padded": ("parm", TP_EP4, REPLICATED | PAD, Options(parm_schedule="S1")),
     "mpmoe, dropping": ("mpmoe", {"ep": 4}, DROP, Options(partitions=2)),
     **{f"mpmoe {one}": ("mpmoe", TP, {}, Options(partitions=3, memory_reuse=one)) for one in STRATEGIES},
+    "mpmoe S1, shared experts beside": (
+        "mpmoe", TP, SHARED | {"moe_shared_expert_overlap": True, "moe_shared_expert_gate": True},
+        Options(partitions=3, memory_reuse="S1")
+    ),
     "mpmoe joint S2": ("mpmoe", TP, {}, Options(partitions=3, memory_reuse="S2", way="joint")),
     "mpmoe S4, padded": ("mpmoe", {"ep": 4}, PAD, Options(partitions=2, memory_reuse="S4")),
     "mpmoe hops S1, dropping": ("mpmoe", {"ep": 4}, DROP, Options(partitions=3, memory_reuse="S1", **IN_HOPS)),

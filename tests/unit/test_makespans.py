@@ -76,6 +76,7 @@ def other_cost(chooser: random.Random) -> Callable[[Op], float]:
     )
     of_kind = dict.fromkeys((Kind.PERMUTE, Kind.COPY, Kind.SUM, Kind.ACTIVATE), copy)
     of_kind |= {Kind.COMPUTE: experts, Kind.GRADIENT: 2 * experts, Kind.OFFLOAD: host, Kind.PREFETCH: host}
+    of_kind |= {Kind.SHARED: experts / 4, Kind.SHARED_GRADIENT: experts / 2}
     return lambda op: of_kind.get(op.kind, intra if op.lane is Lane.INTRA else 1.0)
 
 
@@ -85,7 +86,7 @@ def test_what_ops_really_take_may_be_something_else(software_executor):
         cost = other_cost(chooser)
         one, many = (makespan(software_executor, schedule, cost, queues) for queues in (Queues.ONE, Queues.MANY))
         took[name] = one / many
-    assert max(took.values()) < 1.23, max(took, key=took.get)
+    assert max(took.values()) < 1.24, max(took, key=took.get)
     assert sum(ratio > 1.15 for ratio in took.values()) <= 4
 
 

@@ -26,6 +26,14 @@ def bench(
     ffn_hidden: Annotated[int, typer.Option(min=1, help="Hidden size inside an expert.")] = 1024,
     experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
     topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,
+    shared_ffn_hidden: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Hidden size inside the shared experts, which overlap (--moe-shared-expert-overlap).",
+            show_default="no shared experts",
+        ),
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
     ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
     expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
@@ -72,8 +80,9 @@ def bench(
 
     settings = LayerSettings(
         dispatchers=tuple(name.strip() for name in dispatchers.split(",")), tokens=tokens, hidden=hidden,
-        ffn_hidden=ffn_hidden, experts=experts, topk=topk, tp=tp, ep=ep, expert_tp=expert_tp, dtype=dtype.value,
-        routing=routing, capacity_factor=capacity_factor, pad_to_capacity=pad_to_capacity, steps=steps, warmup=warmup,
-        seed=seed, profile=profile, dispatch_only=dispatch_only, replicated=replicated,
+        ffn_hidden=ffn_hidden, experts=experts, topk=topk, shared_ffn_hidden=shared_ffn_hidden, tp=tp, ep=ep,
+        expert_tp=expert_tp, dtype=dtype.value, routing=routing, capacity_factor=capacity_factor,
+        pad_to_capacity=pad_to_capacity, steps=steps, warmup=warmup, seed=seed, profile=profile,
+        dispatch_only=dispatch_only, replicated=replicated,
     )  # fmt: skip
     bench_layer(settings, output)

@@ -35,8 +35,10 @@ def predict_layer(
     Args:
         nodes: [world size] node of each rank.
     """
-    if settings.dispatch_only:
+    if settings.dispatch_only or settings.shared_ffn_hidden is not None:
         reason = "whole layers are predicted, not dispatch and combine alone"
+        if not settings.dispatch_only:
+            reason = "no shared experts are predicted (--shared-ffn-hidden)"
         return Predicted(missing=dict.fromkeys(settings.dispatchers, reason))
     workers = _levels(settings, ep, nodes)
     workload = workload_of(settings, ep, balance, workers)

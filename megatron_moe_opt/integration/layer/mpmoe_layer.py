@@ -24,8 +24,8 @@ _PRODUCTS = ("linear_fc1", "linear_fc2")
 def pipeline_experts(layer: Any, options: Options) -> None:
     """Replaces MoELayer.routed_experts_compute of this layer, which Megatron calls between dispatch and combine.
 
-    Around it the dispatcher's token_dispatch and token_combine leave rows where they are; shared experts that overlap
-    with dispatch and combine have their two halves before and after it. Experts travel where the dispatcher's tokens
+    Around it the dispatcher's token_dispatch and token_combine leave rows where they are. Shared experts that overlap
+    with dispatch and combine are ops of the pipeline, too. Experts travel where the dispatcher's tokens
     hop between domains of several ranks. A collective call over the layer's groups, then.
 
     Raises:
@@ -41,6 +41,7 @@ def pipeline_experts(layer: Any, options: Options) -> None:
     else:
         run = functools.partial(_run, layer)
     experts = Experts(run, (), random_states=AllRandomStates)
+    layer.token_dispatcher.pipelines_shared_experts = True
 
     def routed_experts_compute(hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         plugged = layer.token_dispatcher
@@ -49,14 +50,17 @@ def pipeline_experts(layer: Any, options: Options) -> None:
         experts.constants = tuple(tensor for tensor in tensors if not tensor.requires_grad)
         experts.products = tuple(Products(one, *_PRODUCTS) for one in layer.experts.modules() if _multiplies(one))
         dispatched, migrated = plugged.dispatched, plugged.dispatcher.migrated
-        if migrated is None:
-            return plugged.dispatcher.through_experts(hidden_states, dispatched, experts), None
-        migrated.fetch(dispatched.tokens.news)  # on their way while the first partitions are
-        of_pass = dataclasses.replace(
-            experts, borrowed=migrated.borrowed(), stand_ins=migrated.stand_ins(dispatched.tokens.lent)
-        )
-        returned = plugged.dispatcher.through_experts(hidden_states, dispatched, of_pass)
-        return migrated.back_in_backward(returned), None
+        of_pass = experts
+        if migrated is not None:
+            migrated.fetch(dispatched.tokens.news)  # on their way while the first partitions are
+            of_pass = dataclasses.replace(
+                experts, borrowed=migrated.borrowed(), stand_ins=migrated.stand_ins(dispatched.tokens.lent)
+            )
+        shared = plugged.take_shared_experts()
+        returned, output = plugged.dispatcher.through_experts(hidden_states, dispatched, of_pass, shared)
+        if shared is not None:
+            plugged.give_shared_output(output)
+        return returned if migrated is None else migrated.back_in_backward(returned), None
 
     seam.put(LayerSlot.EXPERTS, routed_experts_compute)
 

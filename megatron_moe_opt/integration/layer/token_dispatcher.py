@@ -11,6 +11,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.integration.layer.overlapped_batches import edge_of, overlaps_batches, with_edge
+from megatron_moe_opt.integration.layer.shared_halves import halves_of, taken
+from megatron_moe_opt.runtime.engine.recomputation import saved_tensors_are_hooked
+from megatron_moe_opt.runtime.through_experts.shared_call import SharedExperts
 
 if TYPE_CHECKING:
     from megatron_moe_opt.dispatchers.dispatcher import Dispatcher
@@ -25,6 +28,10 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
     methods itself.)
     """
 
+    pipelines_shared_experts = False
+    """Whether shared experts that overlap run between dispatch and combine, beside the pipeline that has all of these.
+    """
+
     def __init__(self, dispatcher: Dispatcher, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.dispatcher = dispatcher
@@ -32,6 +39,7 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         self._dispatched: Any = None
         self._tokens_per_expert: torch.Tensor | None = None
         self._takes_copies: bool | None = None
+        self._shared_are_beside = False
         self._slots: torch.Tensor | None = None
         """The experts in the order of their places; None: that is the order of their numbers."""
 
@@ -82,8 +90,23 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         self._shared_experts_after_main_stream()
         tokens, self._tokens_per_expert, arrived = self.dispatcher.dispatch(packed, self._dispatched, probs.dtype)
         if self.shared_experts is not None:
-            self.shared_experts.linear_fc1_forward_and_act(tokens)
+            # Hooks would see what the halves save in the middle of the pipeline, where a repeated pass may end early.
+            self._shared_are_beside = self.pipelines_shared_experts and not saved_tensors_are_hooked()
+            if not self._shared_are_beside:
+                self.shared_experts.linear_fc1_forward_and_act(tokens)
         return tokens, with_edge(arrived, probs) if self._overlaps else arrived
+
+    def take_shared_experts(self) -> tuple[SharedExperts, torch.Tensor] | None:
+        """Returns the shared experts to run beside the others, and their tokens; None: there are none, or they run
+        before and after. Whoever gets them calls `give_shared_output`.
+        """
+        if self.shared_experts is None or not self._shared_are_beside:
+            return None
+        return halves_of(self.shared_experts), taken(self.shared_experts, "cached_fc1_input")
+
+    def give_shared_output(self, output: torch.Tensor) -> None:
+        """Takes what shared experts have returned that ran beside the others."""
+        self.shared_experts.cached_fc2_output = output
 
     def dispatch_postprocess(
         self, tokens: torch.Tensor, probs: torch.Tensor
@@ -97,10 +120,12 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns expert outputs to the ranks of their tokens; the shared experts' second half runs beside it."""
-        self._shared_experts_after_main_stream()
+        if not self._shared_are_beside:
+            self._shared_experts_after_main_stream()
         rows = self.dispatcher.combine(hidden_states, self._dispatched)
         if self.shared_experts is not None:
-            self.shared_experts.linear_fc2_forward(rows)
+            if not self._shared_are_beside:
+                self.shared_experts.linear_fc2_forward(rows)
             self.shared_experts.post_forward_comm()
         return rows
 

@@ -58,6 +58,8 @@ class LayerSettings:
     """Whether to leave router and experts out."""
     replicated: bool = False
     """Whether all TP ranks hold the same tokens: no sequence parallelism."""
+    shared_ffn_hidden: int | None = None
+    """Hidden size inside the shared experts, which overlap; None: the layer has none."""
 
     def __post_init__(self) -> None:
         ordered = dict.fromkeys((self.baseline, *self.dispatchers))  # without repetitions
@@ -139,6 +141,8 @@ class LayerSettings:
             raise ConfigurationError(f"--dispatchers {AUTO} chooses by measurements: give --profile")
         if self.dispatch_only and self.replicated:
             raise ConfigurationError("--dispatch-only leaves out what --replicated is about: drop one of them")
+        if self.dispatch_only and self.shared_ffn_hidden is not None:
+            raise ConfigurationError("--dispatch-only leaves out all experts: leave --shared-ffn-hidden out, too")
         if self.dispatch_only and self.capacity_factor is not None:
             raise ConfigurationError("--dispatch-only has no router that drops tokens: leave --capacity-factor out")
         if self.pad_to_capacity and self.capacity_factor is None:

@@ -61,6 +61,8 @@ def layer_config(
         moe_expert_capacity_factor=settings.capacity_factor,
         moe_pad_expert_input_to_capacity=settings.pad_to_capacity,
         moe_permute_fusion=permute_fusion,
+        moe_shared_expert_intermediate_size=settings.shared_ffn_hidden,
+        moe_shared_expert_overlap=settings.shared_ffn_hidden is not None,
         moe_grouped_gemm=False,
         add_bias_linear=False,
         bias_activation_fusion=False,

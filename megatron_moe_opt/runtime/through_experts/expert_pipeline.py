@@ -26,12 +26,15 @@ from megatron_moe_opt.runtime.rows.wire_rows import WireRows
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.through_experts.partition_buffers import PartitionBuffers
 from megatron_moe_opt.runtime.through_experts.saved_middle import addresses_of
+from megatron_moe_opt.runtime.through_experts.shared_call import SharedCall, SharedExperts
 from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.mpmoe import (
     INPUT_GRADIENTS,
     INPUTS,
     OUTPUT_GRADIENTS,
     OUTPUTS,
+    SHARED_OUTPUT_GRADIENTS,
+    SHARED_TOKENS,
     STRATEGIES,
     Moved,
     Restore,
@@ -39,7 +42,7 @@ from megatron_moe_opt.schedules.mpmoe import (
     place_of,
 )
 from megatron_moe_opt.schedules.pipeline import Stages, base_name
-from megatron_moe_opt.schedules.schedule import Kind, Op, Outline
+from megatron_moe_opt.schedules.schedule import OF_SHARED_EXPERTS, Kind, Op, Outline
 
 _Computed = tuple[torch.Tensor, torch.Tensor | None]
 """The rows of a partition, and what their probabilities' lanes get."""
@@ -52,7 +55,8 @@ def through_experts(
     exchanges: Sequence[Exchange],
     strategy: str,
     prob_dtype: torch.dtype,
-) -> torch.Tensor:
+    shared: tuple[SharedExperts, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sends rows to their experts, through them and back, partition by partition. Differentiable once.
 
     Args:
@@ -60,35 +64,41 @@ def through_experts(
         exchanges: one a partition, in one chunk each, all on ways of the same kind.
         strategy: of memory reuse, a key of schedules.mpmoe.STRATEGIES.
         prob_dtype: dtype of the probabilities.
+        shared: the shared experts that run beside, and their tokens. Not where saved tensors are hooked.
 
     Returns:
         What stands for the rows that have returned to where they came from, on the wire again: sums over the ranks
-        that had a part of a row's outputs. Where a TP group has shared them out, all of its rows.
+        that had a part of a row's outputs. Where a TP group has shared them out, all of its rows. And what the shared
+        experts return.
     """
+    call = None if shared is None else SharedCall(*shared)
     if not torch.is_grad_enabled():  # nothing to restore: partitions share buffers, and T_M is never saved
-        wire.rows = _Pass(experts, exchanges, "S4", prob_dtype).forward(wire.take_rows())
-        return packed
-    return _ThroughExperts.apply(packed, wire, _Pass(experts, exchanges, strategy, prob_dtype), *experts.trained)
+        wire.rows = _Pass(experts, exchanges, "S4", prob_dtype, call).forward(wire.take_rows())
+        return packed, None if call is None else call.output
+    pass_ = _Pass(experts, exchanges, strategy, prob_dtype, call)
+    return _ThroughExperts.apply(packed, wire, pass_, None if call is None else call.tokens, *experts.trained)
 
 
 class _ThroughExperts(Function):
     @staticmethod
-    def forward(ctx: Any, packed: torch.Tensor, wire: WireRows, pass_: _Pass, *_: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, packed: torch.Tensor, wire: WireRows, pass_: _Pass, *_: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.wire, ctx.pass_ = wire, pass_
         wire.rows = pass_.forward(wire.take_rows())
         ctx.save_for_backward(*pass_.hand_over())
-        return packed.new_empty(0)
+        return packed.new_empty(0), None if pass_.shared is None else pass_.shared.output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, stand_in: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, stand_in: torch.Tensor, grad_shared: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if ctx.pass_ is None:
             raise RuntimeError("a layer of mpmoe frees what it saved in its backward pass, which cannot run twice")
         pass_, ctx.pass_ = ctx.pass_, None
         pass_.take_back(iter(ctx.saved_tensors))  # runs the layer again, if at all, before an op of this pass does
         ctx.maybe_clear_saved_tensors()
-        ctx.wire.gradients, of_parameters = pass_.backward(ctx.wire.take_gradients())
-        return stand_in, None, None, *of_parameters
+        ctx.wire.gradients, of_parameters = pass_.backward(ctx.wire.take_gradients(), grad_shared)
+        return stand_in, None, None, None if pass_.shared is None else pass_.shared.grad_tokens, *of_parameters
 
 
 class _Pass:
@@ -100,8 +110,9 @@ class _Pass:
         exchanges: Sequence[Exchange],
         strategy: str,
         prob_dtype: torch.dtype,
+        shared: SharedCall | None,
     ) -> None:
-        self.experts, self.strategy, self.prob_dtype = experts, strategy, prob_dtype
+        self.experts, self.strategy, self.prob_dtype, self.shared = experts, strategy, prob_dtype, shared
         self.hands_over = saved_tensors_are_hooked()
         self.exchanges, way = exchanges, exchanges[0].way
         self.layouts = {
@@ -143,6 +154,8 @@ class _Pass:
 
         def bind(op: Op) -> Steps:
             j, target = op.chunk, base_name(op.writes[0])
+            if op.kind in OF_SHARED_EXPERTS:
+                return steps.call(self.shared.run_first if op.reads[0] == SHARED_TOKENS else self.shared.run_second)
             if op.kind is Kind.COMPUTE:
                 tokens = buffers.rows(op.reads[0], j)
                 return steps.call(lambda: compute(j, tokens))
@@ -162,9 +175,11 @@ class _Pass:
             self.rows = packed
         return combined
 
-    def backward(self, grad_combined: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Returns the gradients of the rows to the experts and of each parameter, from those
-        of the rows that came back.
+    def backward(
+        self, grad_combined: torch.Tensor, grad_shared: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Returns the gradients of the rows to the experts and of each parameter, from those of the rows that came back
+        and of what the shared experts returned.
         """
         given = self._named("grad_combined", grad_combined) | self.kept
         home = self.layouts[INPUT_GRADIENTS].at_source
@@ -195,6 +210,10 @@ class _Pass:
 
         def bind(op: Op) -> Steps:
             j, target = op.chunk, base_name(op.writes[0])
+            if op.kind in OF_SHARED_EXPERTS:
+                if op.reads[0] == SHARED_OUTPUT_GRADIENTS:
+                    return steps.call(lambda: self.shared.backward_of_second(grad_shared))
+                return steps.call(self.shared.backward_of_first)
             if op.kind is Kind.GRADIENT:
                 tokens, *_, grad_output = op.reads
                 arguments = buffers.rows(tokens, j), buffers.rows(grad_output, j)
@@ -299,10 +318,11 @@ class _Pass:
         return named
 
     def _run(
-        self, outline: Callable[[str, int, Stages], Outline], bind: Callable[[Op], Steps], device: torch.device
+        self, outline: Callable[[str, int, Stages, bool], Outline], bind: Callable[[Op], Steps], device: torch.device
     ) -> None:
         """Runs all ops of one direction."""
-        schedule, sized = outline(self.strategy, len(self.partitions), self.exchanges[0].way.stages).moving(self._moved)
+        shape = self.strategy, len(self.partitions), self.exchanges[0].way.stages, self.shared is not None
+        schedule, sized = outline(*shape).moving(self._moved)
         executor(device).run(schedule, [bind(op) for op in schedule.ops], sized=sized)
 
     def _moved(self) -> list[Moved]:
@@ -310,7 +330,8 @@ class _Pass:
         token, shown = self.layouts[INPUTS].at_experts.row_bytes, self.experts.shown
         packed, outputs, gradients, returned = (layout.row_bytes for layout in self.layouts.values())
         row = RowBytes(packed, token, shown.middle_row_bytes, returned, outputs, gradients, shown.activation_row_bytes)
-        return [Moved(rows, row) for rows in self.partitions]
+        shared = 0 if self.shared is None else self.shared.tokens.nbytes
+        return [Moved(rows, row, shared) for rows in self.partitions]
 
 
 class _Sum:

@@ -1,0 +1,50 @@
+"""Shared experts in halves, whose tensors Megatron keeps in the module between its steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_moe_opt.integration.layer.shared_halves import halves_of
+from megatron_moe_opt.runtime.through_experts.shared_call import SharedCall
+
+
+class Shared(torch.nn.Module):
+    """The steps of Megatron's SharedExpertMLP, or of its FusedSharedExpertMLP, whose first one is both products."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused, self.fc1, self.fc2 = fused, torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+        self.cached_fc1_input = self.cached_fc2_input = self.cached_fc2_output = None
+
+    def linear_fc1_forward_and_act(self) -> None:
+        middle, self.cached_fc1_input = self.fc1(self.cached_fc1_input).relu(), None
+        if self.fused:
+            self.cached_fc2_output = self.fc2(middle)
+        else:
+            self.cached_fc2_input = middle
+
+    def linear_fc2_forward(self) -> None:
+        if self.fused:
+            assert self.cached_fc2_output is not None
+        else:
+            self.cached_fc2_output, self.cached_fc2_input = self.fc2(self.cached_fc2_input), None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_halves_give_what_the_whole_does_and_leave_nothing_in_the_module(fused):
+    torch.manual_seed(0)
+    shared, tokens, grad = Shared(fused), torch.randn(5, 4, requires_grad=True), torch.randn(5, 4)
+    expected = shared.fc2(shared.fc1(tokens).relu())
+    of_whole = torch.autograd.grad(expected, [tokens, *shared.parameters()], grad)
+
+    call = SharedCall(halves_of(shared), tokens)
+    call.run_first()
+    call.run_second()
+    assert torch.equal(call.output, expected) and not call.output.requires_grad
+    assert shared.cached_fc1_input is shared.cached_fc2_input is shared.cached_fc2_output is None
+    call.backward_of_second(grad)
+    call.backward_of_first()
+    found = [call.grad_tokens, *(one.grad for one in shared.parameters())]
+    assert tokens.grad is None  # autograd adds to it, as to what came before the tokens
+    assert all(torch.equal(*pair) for pair in zip(found, of_whole, strict=True))
