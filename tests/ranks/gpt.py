@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tests.ranks.megatron import moe_config
+from tests.ranks.megatron import ends_with_groups, moe_config
 
 VOCAB, TOKENS, MICRO_BATCH = 128, 32, 2
 
@@ -204,7 +204,7 @@ def _chunk(
         model,
     )
     model.broadcast_params()
-    return model
+    return ends_with_groups(model)
 
 
 def _forward_step(batches: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
@@ -19,6 +22,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 # Layout -> state of megatron.core.parallel_state after initializing it. Making a layout's groups takes seconds, and
 # Megatron does not destroy most of them: each layout is made once in a rank's life.
 _layouts: dict[tuple[int | None, ...], dict[str, Any]] = {}
+_trained: WeakSet[DistributedDataParallel] = WeakSet()
+"""What `gpt` has built. It is emptied when its groups are gone: hooks of its parameters have it, in cycles through the
+optimizer that the garbage collector does not see, and hundreds of models would stay for the rest of a rank's life.
+"""
 
 
 def _state() -> dict[str, Any]:
@@ -67,7 +74,17 @@ def parallel(
         yield
     finally:
         forget_losses()
+        if _trained:
+            for chunk in _trained:
+                vars(chunk).clear()
+            gc.collect()  # before the layers of the next model, which send experts in the same groups
         vars(parallel_state).update(outside)
+
+
+def ends_with_groups(chunk: DistributedDataParallel) -> DistributedDataParallel:
+    """Returns a part of a model, which can be freed once `parallel` has ended."""
+    _trained.add(chunk)
+    return chunk
 
 
 def forget_losses() -> None:
