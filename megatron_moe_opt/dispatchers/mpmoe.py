@@ -108,7 +108,8 @@ class MpmoeDispatcher(Dispatcher):
         """
         Args:
             wire: how rows travel.
-            is_recomputed: whether forward passes are repeated in backward passes: in the partitions that they had.
+            is_recomputed: whether forward passes are repeated in backward passes, in the partitions that they had: then
+                partitions are chosen once an optimizer step (`begin_step`).
             shares_tokens: a TP group whose ranks hold the same tokens shares them out here, where all of them hop.
         """
         self.groups, self.partitioning, self.wire = groups, partitioning, wire
@@ -120,9 +121,11 @@ class MpmoeDispatcher(Dispatcher):
         self.migrated: MigratedExperts | None = None
         """The experts of this layer that travel, where tokens hop between their domains; None where none does."""
         self._rows: HostCopy | None = None
-        """The rows that the experts of each rank got in the last pass, on their way to the host: the next one's
-        partitions are chosen by them.
+        """The rows that the experts of each rank got when partitions were last chosen, on their way to the host: the
+        next ones are chosen by them.
         """
+        self._of_step: Partitions | None = None
+        """The partitions of all passes of an optimizer step, where passes are repeated; None: not chosen yet."""
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
@@ -130,6 +133,14 @@ class MpmoeDispatcher(Dispatcher):
         if self._shares_tokens:
             what += "; tokens of a TP group shared out after the router, and gathered partition by partition"
         return what if self.migrated is None else f"{what}; {self.migrated.describe()}"
+
+    def begin_step(self) -> None:
+        """Has partitions chosen anew in the next pass. No pass that has begun may be repeated from here on.
+
+        Which pass a repetition repeats is not known, and it must be cut alike: experts may draw random numbers, and
+        Transformer Engine keeps scales of each call of them.
+        """
+        self._of_step = None
 
     def take_copies(self, tp: ProcessGroup, tokens_TH: torch.Tensor) -> bool:
         """Returns whether a TP group shares out its tokens here, and gets back all of them."""
@@ -157,14 +168,14 @@ class MpmoeDispatcher(Dispatcher):
                 return [routing_map_TE.size(1) * capacity] * groups.ep_size
             rows = routing_map_TE.sum(0).view(groups.ep_size, -1).sum(1)
             dist.all_reduce(rows, group=groups.joint)
-            before, self._rows = None if self._is_recomputed else self._rows, HostCopy(rows)
+            before, self._rows = self._rows, HostCopy(rows)
             holders = groups.etp_size * (1 if tp is None else tp.size())
-            # host synchronisation: where partitions depend on rows, in the first pass; later ones go by the last one's,
-            # but where one may be the repetition of another, which has its rows and must be cut alike: experts may draw
-            # random numbers, and Transformer Engine keeps scales of each call of them
+            # host synchronisation: where partitions depend on rows, in the first pass; later ones go by earlier rows
             return [of_rank // holders for of_rank in (before or self._rows).wait().tolist()]
 
-        partitions = self.partitioning.choose(rows_of_ranks)
+        partitions = self._of_step or self.partitioning.choose(rows_of_ranks)
+        if self._is_recomputed:
+            self._of_step = partitions
         if partitions.way == HOPS:
             is_padded = capacity is not None
             rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count, is_padded, tp)

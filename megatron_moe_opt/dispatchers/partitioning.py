@@ -45,12 +45,12 @@ class Partitioning(Protocol):
 
     def choose(self, rows: Callable[[], Sequence[int]]) -> Partitions:
         """Returns how the pass that begins is cut. Every rank of the joint group calls it at the start of every forward
-        pass.
+        pass; where passes are repeated, of the first one of an optimizer step alone, whose partitions all have.
 
         Args:
-            rows: returns how many rows the experts of each rank of the expert-parallel group got in the last pass (in
-                the first, and where passes are repeated, that they get), a row for each expert of a token, before
-                expert-TP peers have gathered them: the same on all ranks of the layer's joint group. A collective call.
+            rows: returns how many rows the experts of each rank of the expert-parallel group got in the pass for which
+                it was called last (in the first, that they get), a row for each expert of a token, before expert-TP
+                peers have gathered them: the same on all ranks of the layer's joint group. A collective call.
         """
 
     def describe(self) -> str:

@@ -129,7 +129,7 @@ def _fresh(queues: Queues) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What ran, as the table of docs/streams.md: of each module, runs by outcome under each kind of way."""
+    """What ran, as the table of docs/software-accelerator.md: of each module, runs by outcome and kind of way."""
     ran: dict[str, dict[str, Counter[str]]] = {}
     for outcome in ("passed", "failed", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_moe_opt.dispatchers.partitioning import Partitions
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from megatron_moe_opt.schedules.schedule import OF_EXPERTS
 from tests.multirank.test_mpmoe import OVERLAPPED
 from tests.ranks.training import losses
 
@@ -188,10 +189,14 @@ class ByRows:
         return "by rows"
 
 
-def repeated() -> list[int]:
-    """The numbers of partitions of two micro-batches that are recomputed, and of their repetitions."""
+def repeated() -> tuple[list[int], list[list[int]]]:
+    """The numbers of partitions that are chosen in two optimizer steps of three micro-batches that are recomputed; and
+    those that all passes of each have.
+    """
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from megatron_moe_opt.integration.optimizer_step import gradients_cleared
+    from megatron_moe_opt.runtime.engine.recording import recording
     from tests.ranks.megatron import moe_config, parallel
 
     with parallel(ep=4):
@@ -201,17 +206,24 @@ def repeated() -> list[int]:
         layer = build_layer(moe_config(moe_token_dispatcher_type="mpmoe", **recompute))
         megatron_moe_opt.register()
         partitioning = layer.token_dispatcher.dispatcher.partitioning = ByRows()
-        batches = [torch.randn(16, size, 64, requires_grad=True) for size in (2, 3, 5)]
-        for output in [layer(one)[0] for one in batches]:
-            output.sum().backward()
-    return partitioning.chosen
+        counts = []
+        for sizes in ((2, 3, 5), (3, 2, 5), (2, 5, 3)):
+            gradients_cleared()
+            with recording() as timelines:
+                batches = [torch.randn(16, size, 64, requires_grad=True) for size in sizes]
+                for output in [layer(one)[0] for one in batches]:
+                    output.sum().backward()
+            counts.append([sum(span.op.kind in OF_EXPERTS for span in one.spans) for one in timelines])
+    return partitioning.chosen, counts
 
 
-def test_a_pass_that_is_repeated_has_the_partitions_that_it_had(ranks):
-    """Else experts draw other random numbers, and Transformer Engine takes scales of another call."""
-    for chosen in ranks.run(repeated):
-        first, again = chosen[:3], chosen[3:]
-        assert again == first and len(set(first)) > 1
+def test_passes_of_a_step_have_the_same_partitions_where_they_are_repeated(ranks):
+    """Else experts draw other random numbers, and Transformer Engine takes scales of another call. The first step goes
+    by its own first rows, each later one by those of the one before it.
+    """
+    for chosen, counts in ranks.run(repeated):
+        assert counts == [[count] * 9 for count in chosen]  # three forward passes, repetitions and backward passes
+        assert len(chosen) == 3 and chosen[0] == chosen[1] != chosen[2]
 
 
 def trained_later() -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -220,6 +221,8 @@ def _execute(case: bytes) -> Any:
     finally:  # the next case finds the nodes, and all else, that this one found
         os.environ.clear()
         os.environ.update(environment)
+        gc.collect()
+        gc.freeze()  # what stays of this case is not looked through whenever a later one collects garbage
 
 
 def _initialize(rank: int, world: int, store: Path) -> None:

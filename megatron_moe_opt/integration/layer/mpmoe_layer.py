@@ -5,20 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
 from megatron_moe_opt.integration.layer.expert_migration_layer import WatchedExperts, experts_to_migrate
 from megatron_moe_opt.integration.layer.experts_of_owners import call_experts
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
+from megatron_moe_opt.integration.optimizer_step import before_optimizer_step
 from megatron_moe_opt.integration.random_states import AllRandomStates
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.products import Products
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
 
+if TYPE_CHECKING:
+    from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
+
 _PRODUCTS = ("linear_fc1", "linear_fc2")
+_dispatchers: WeakSet[MpmoeDispatcher] = WeakSet()
+"""All that are in use, which are told when a step begins."""
 
 
 def pipeline_experts(layer: Any, options: Options) -> None:
@@ -42,6 +49,8 @@ def pipeline_experts(layer: Any, options: Options) -> None:
         run = functools.partial(_run, layer)
     experts = Experts(run, (), random_states=AllRandomStates)
     layer.token_dispatcher.pipelines_shared_experts = True
+    _dispatchers.add(dispatcher)
+    before_optimizer_step(_begin_step)
 
     def routed_experts_compute(hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         plugged = layer.token_dispatcher
@@ -63,6 +72,11 @@ def pipeline_experts(layer: Any, options: Options) -> None:
         return returned if migrated is None else migrated.back_in_backward(returned), None
 
     seam.put(LayerSlot.EXPERTS, routed_experts_compute)
+
+
+def _begin_step() -> None:
+    for dispatcher in tuple(_dispatchers):
+        dispatcher.begin_step()
 
 
 def _run(
