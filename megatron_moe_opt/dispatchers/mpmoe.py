@@ -25,10 +25,11 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.hopping_tokens import HoppingTokens
-from megatron_moe_opt.dispatchers.partitioning import Partitioning, Partitions
+from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Partitioning, Partitions
 from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
+from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.hops.token_hops import TokenHops
 from megatron_moe_opt.runtime.rows.exchange_plan import plan_partitions
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
@@ -126,6 +127,7 @@ class MpmoeDispatcher(Dispatcher):
         """
         self._of_step: Partitions | None = None
         """The partitions of all passes of an optimizer step, where passes are repeated; None: not chosen yet."""
+        self._step_has_begun = False
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
@@ -134,13 +136,18 @@ class MpmoeDispatcher(Dispatcher):
             what += "; tokens of a TP group shared out after the router, and gathered partition by partition"
         return what if self.migrated is None else f"{what}; {self.migrated.describe()}"
 
-    def begin_step(self) -> None:
-        """Has partitions chosen anew in the next pass. No pass that has begun may be repeated from here on.
+    @property
+    def chooses_once_a_step(self) -> bool:
+        """Whether partitions are chosen for all passes of an optimizer step, at whose begin `begin_step` is called.
 
-        Which pass a repetition repeats is not known, and it must be cut alike: experts may draw random numbers, and
-        Transformer Engine keeps scales of each call of them.
+        So it is where passes are repeated. Which one a repetition repeats is not known, and it must be cut alike:
+        experts may draw random numbers, and Transformer Engine keeps scales of each call of them.
         """
-        self._of_step = None
+        return self._is_recomputed and not isinstance(self.partitioning, FixedPartitioning)
+
+    def begin_step(self) -> None:
+        """Has partitions chosen anew in the next pass that repeats none."""
+        self._step_has_begun = True
 
     def take_copies(self, tp: ProcessGroup, tokens_TH: torch.Tensor) -> bool:
         """Returns whether a TP group shares out its tokens here, and gets back all of them."""
@@ -173,9 +180,10 @@ class MpmoeDispatcher(Dispatcher):
             # host synchronisation: where partitions depend on rows, in the first pass; later ones go by earlier rows
             return [of_rank // holders for of_rank in (before or self._rows).wait().tolist()]
 
-        partitions = self._of_step or self.partitioning.choose(rows_of_ranks)
-        if self._is_recomputed:
-            self._of_step = partitions
+        partitions = self._of_step
+        if partitions is None or (self._step_has_begun and not is_recomputing()):
+            partitions, self._step_has_begun = self.partitioning.choose(rows_of_ranks), False
+            self._of_step = partitions if self._is_recomputed else None
         if partitions.way == HOPS:
             is_padded = capacity is not None
             rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count, is_padded, tp)

@@ -44,8 +44,8 @@ class Partitioning(Protocol):
     """Says how the next pass of a layer is cut. All ranks of the layer's joint group must be told alike."""
 
     def choose(self, rows: Callable[[], Sequence[int]]) -> Partitions:
-        """Returns how the pass that begins is cut. Every rank of the joint group calls it at the start of every forward
-        pass; where passes are repeated, of the first one of an optimizer step alone, whose partitions all have.
+        """Returns how the pass that begins is cut, and all later ones until the next call. Every rank of the joint
+        group calls it at the start of the same forward passes.
 
         Args:
             rows: returns how many rows the experts of each rank of the expert-parallel group got in the pass for which

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.partitioning import Partitions
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.costs.cluster import World
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
 from megatron_moe_opt.schedules.schedule import OF_EXPERTS
+from tests.multirank.test_auto import write_profile
 from tests.multirank.test_mpmoe import OVERLAPPED
 from tests.ranks.training import losses
 
@@ -135,7 +138,7 @@ def test_ranks_agree_on_partitions_under_skewed_counts(ranks):
     assert len({count for count, _ in results[0]}) > 1
 
 
-def held_after_a_pass(strategy: str) -> tuple[int, int]:
+def held_after_a_pass(strategy: str, settings: dict[str, Any]) -> tuple[int, int]:
     """Bytes that are still there when a step is over, on device and host."""
     import gc
 
@@ -147,7 +150,7 @@ def held_after_a_pass(strategy: str) -> tuple[int, int]:
 
     with parallel(ep=4):
         megatron_moe_opt.register(Options(partitions=3, memory_reuse=strategy))
-        layer = build_layer(moe_config(moe_token_dispatcher_type="mpmoe"))
+        layer = build_layer(moe_config(moe_token_dispatcher_type="mpmoe", **settings))
         hidden = torch.randn(64, 2, 64)
         before = HOST_MEMORY.used  # by models of tests before that are still there
         gc.disable()  # nothing may be left to it
@@ -165,10 +168,12 @@ def held_after_a_pass(strategy: str) -> tuple[int, int]:
             megatron_moe_opt.register()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_nothing_stays_behind(ranks, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "settings"), [*((one, {}) for one in STRATEGIES), ("none", OVERLAPPED), ("S3", OVERLAPPED)]
+)
+def test_nothing_stays_behind(ranks, strategy, settings):
     """Nothing is left after a step, nor after a forward pass that is thrown away: what it saved is no cycle."""
-    for device, host in ranks.run(held_after_a_pass, strategy=strategy):
+    for device, host in ranks.run(held_after_a_pass, strategy=strategy, settings=settings):
         assert device < 20_000  # auxiliary losses that Megatron tracks; a partition's rows are 20 times as much
         assert host == 0
 
@@ -189,9 +194,9 @@ class ByRows:
         return "by rows"
 
 
-def repeated() -> tuple[list[int], list[list[int]]]:
-    """The numbers of partitions that are chosen in two optimizer steps of three micro-batches that are recomputed; and
-    those that all passes of each have.
+def repeated(profile: Path) -> tuple[list[int], list[list[int]]]:
+    """The numbers of partitions that are chosen in three optimizer steps of three micro-batches that are recomputed;
+    and those that all passes of each have. In the last gradients are cleared between forward and backward passes.
     """
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
@@ -201,7 +206,7 @@ def repeated() -> tuple[list[int], list[list[int]]]:
 
     with parallel(ep=4):
         torch.manual_seed(3 + dist.get_rank())
-        megatron_moe_opt.register(Options(partitions=2))
+        megatron_moe_opt.register(Options(partitions=(2, 3), profile=profile))
         recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
         layer = build_layer(moe_config(moe_token_dispatcher_type="mpmoe", **recompute))
         megatron_moe_opt.register()
@@ -211,17 +216,21 @@ def repeated() -> tuple[list[int], list[list[int]]]:
             gradients_cleared()
             with recording() as timelines:
                 batches = [torch.randn(16, size, 64, requires_grad=True) for size in sizes]
-                for output in [layer(one)[0] for one in batches]:
+                outputs = [layer(one)[0] for one in batches]
+                if len(counts) == 2:
+                    gradients_cleared()
+                for output in outputs:
                     output.sum().backward()
             counts.append([sum(span.op.kind in OF_EXPERTS for span in one.spans) for one in timelines])
     return partitioning.chosen, counts
 
 
-def test_passes_of_a_step_have_the_same_partitions_where_they_are_repeated(ranks):
+def test_passes_of_a_step_have_the_same_partitions_where_they_are_repeated(ranks, tmp_path):
     """Else experts draw other random numbers, and Transformer Engine takes scales of another call. The first step goes
     by its own first rows, each later one by those of the one before it.
     """
-    for chosen, counts in ranks.run(repeated):
+    profile = write_profile(tmp_path / "cluster.json", World((0, 0, 0, 0), ep=4), (4,))
+    for chosen, counts in ranks.run(repeated, profile=profile):
         assert counts == [[count] * 9 for count in chosen]  # three forward passes, repetitions and backward passes
         assert len(chosen) == 3 and chosen[0] == chosen[1] != chosen[2]
 

@@ -105,3 +105,23 @@ def trained_alone(trains: bool) -> list[float]:
 def test_they_may_be_all_that_is_trained(ranks, trains):
     for errors in ranks.run(trained_alone, trains=trains):
         assert max(errors) < 1e-6
+
+
+def some_gradients_alone() -> bool:
+    """Asks for the gradient of a layer's input and of nothing else; returns whether a frozen layer has a graph."""
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        layer = BesideStock(OVERLAPPED).ours("mpmoe", Options(partitions=PARTITIONS))
+        tokens = torch.randn(12, 3, layer.config.hidden_size)
+        needed = tokens.clone().requires_grad_()
+        with pytest.raises(RuntimeError, match="gradients of some tensors alone"):
+            torch.autograd.grad(layer(needed)[0].sum(), needed)
+        assert all(one.grad is None for one in layer.parameters())
+        layer.requires_grad_(False)
+        return layer(tokens)[0].requires_grad
+
+
+def test_some_gradients_alone_are_refused_and_what_is_frozen_has_no_graph(ranks):
+    """The shared experts' would be added to what others have, as in Megatron's recomputation, which refuses it too."""
+    assert ranks.run(some_gradients_alone) == [False] * 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from megatron_moe_opt.runtime.through_experts.shared_call import SharedCall
 
 class Shared(torch.nn.Module):
     """The steps of Megatron's SharedExpertMLP, or of its FusedSharedExpertMLP, whose first one is both products."""
+
+    stream = SimpleNamespace(wait_stream=lambda stream: None)
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -31,6 +35,11 @@ class Shared(torch.nn.Module):
             self.cached_fc2_output, self.cached_fc2_input = self.fc2(self.cached_fc2_input), None
 
 
+@pytest.fixture(autouse=True)
+def _one_stream(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_halves_give_what_the_whole_does_and_leave_nothing_in_the_module(fused):
     torch.manual_seed(0)
@@ -41,10 +50,11 @@ def test_halves_give_what_the_whole_does_and_leave_nothing_in_the_module(fused):
     call = SharedCall(halves_of(shared), tokens)
     call.run_first()
     call.run_second()
-    assert torch.equal(call.output, expected) and not call.output.requires_grad
+    output = call.take_output()
+    assert torch.equal(output, expected) and not output.requires_grad
     assert shared.cached_fc1_input is shared.cached_fc2_input is shared.cached_fc2_output is None
     call.backward_of_second(grad)
     call.backward_of_first()
-    found = [call.grad_tokens, *(one.grad for one in shared.parameters())]
+    found = [call.take_gradient(), *(one.grad for one in shared.parameters())]
     assert tokens.grad is None  # autograd adds to it, as to what came before the tokens
     assert all(torch.equal(*pair) for pair in zip(found, of_whole, strict=True))

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
 
 _PRODUCTS = ("linear_fc1", "linear_fc2")
-_dispatchers: WeakSet[MpmoeDispatcher] = WeakSet()
-"""All that are in use, which are told when a step begins."""
+_choosing: WeakSet[MpmoeDispatcher] = WeakSet()
+"""Those that choose partitions once an optimizer step."""
 
 
 def pipeline_experts(layer: Any, options: Options) -> None:
@@ -48,9 +48,11 @@ def pipeline_experts(layer: Any, options: Options) -> None:
     else:
         run = functools.partial(_run, layer)
     experts = Experts(run, (), random_states=AllRandomStates)
-    layer.token_dispatcher.pipelines_shared_experts = True
-    _dispatchers.add(dispatcher)
-    before_optimizer_step(_begin_step)
+    # Parameters that a graph has twice get their gradient once from autograd, and from each pipeline: DDP counts these.
+    layer.token_dispatcher.pipelines_shared_experts = not getattr(layer.config, "mtp_use_repeated_layer", False)
+    if dispatcher.chooses_once_a_step:
+        _choosing.add(dispatcher)
+        before_optimizer_step(_begin_step)
 
     def routed_experts_compute(hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         plugged = layer.token_dispatcher
@@ -75,7 +77,7 @@ def pipeline_experts(layer: Any, options: Options) -> None:
 
 
 def _begin_step() -> None:
-    for dispatcher in tuple(_dispatchers):
+    for dispatcher in tuple(_choosing):
         dispatcher.begin_step()
 
 

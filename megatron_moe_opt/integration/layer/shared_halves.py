@@ -26,10 +26,11 @@ def halves_of(shared: Any) -> SharedExperts:
 
     def second(middle: torch.Tensor) -> torch.Tensor:
         setattr(shared, halfway, middle)
+        shared.stream.wait_stream(torch.cuda.current_stream())  # behind the experts, for which it would not wait
         shared.linear_fc2_forward()
         return taken(shared, "cached_fc2_output")
 
-    return SharedExperts(first, second)
+    return SharedExperts(first, second, any(one.requires_grad for one in shared.parameters()))
 
 
 def taken(shared: Any, name: str) -> torch.Tensor:

@@ -215,7 +215,7 @@ class ExpertCall:
                 self._anchor, self._gradients, tokens, self._probs, *self._experts.borrow()
             )
             output = self._experts.run(tokens, self._tokens_per_expert, probs, borrowed)
-            self._exit = _Leave.apply(output, self._gradients)
+            self._exit = Leave.apply(output, self._gradients)
         if not self._experts.shown.use_only_their_own:
             _check_leaves(self._exit, self._experts.parameters)
             self._experts.shown.use_only_their_own = True
@@ -330,13 +330,19 @@ class _Enter(Function):
         return torch.empty(0, device=ctx.device), None, *(None for _ in grads)
 
 
-class _Leave(Function):
+class Leave(Function):
+    """Ends a graph in an empty tensor, so that nobody holds on to the output: the gradient of that comes in
+    `gradients.output`.
+    """
+
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, gradients: _Gradients) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, gradients: Any) -> torch.Tensor:
+        """Returns the end of the graph."""
         ctx.gradients = gradients
-        return output.new_empty(0)
+        return torch.empty(0, dtype=output.dtype, device=output.device)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
+        """Returns the gradient of the output, which nobody holds any longer then."""
         grad_output, ctx.gradients.output = ctx.gradients.output, None
         return grad_output, None

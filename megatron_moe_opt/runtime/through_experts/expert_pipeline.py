@@ -74,7 +74,7 @@ def through_experts(
     call = None if shared is None else SharedCall(*shared)
     if not torch.is_grad_enabled():  # nothing to restore: partitions share buffers, and T_M is never saved
         wire.rows = _Pass(experts, exchanges, "S4", prob_dtype, call).forward(wire.take_rows())
-        return packed, None if call is None else call.output
+        return packed, None if call is None else call.take_output()
     pass_ = _Pass(experts, exchanges, strategy, prob_dtype, call)
     return _ThroughExperts.apply(packed, wire, pass_, None if call is None else call.tokens, *experts.trained)
 
@@ -87,18 +87,20 @@ class _ThroughExperts(Function):
         ctx.wire, ctx.pass_ = wire, pass_
         wire.rows = pass_.forward(wire.take_rows())
         ctx.save_for_backward(*pass_.hand_over())
-        return packed.new_empty(0), None if pass_.shared is None else pass_.shared.output
+        return packed.new_empty(0), None if pass_.shared is None else pass_.shared.take_output()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, stand_in: torch.Tensor, grad_shared: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if ctx.pass_ is None:
             raise RuntimeError("a layer of mpmoe frees what it saved in its backward pass, which cannot run twice")
+        if ctx.pass_.shared is not None:
+            ctx.pass_.shared.check_backward()
         pass_, ctx.pass_ = ctx.pass_, None
         pass_.take_back(iter(ctx.saved_tensors))  # runs the layer again, if at all, before an op of this pass does
         ctx.maybe_clear_saved_tensors()
         ctx.wire.gradients, of_parameters = pass_.backward(ctx.wire.take_gradients(), grad_shared)
-        return stand_in, None, None, None if pass_.shared is None else pass_.shared.grad_tokens, *of_parameters
+        return stand_in, None, None, None if pass_.shared is None else pass_.shared.take_gradient(), *of_parameters
 
 
 class _Pass:

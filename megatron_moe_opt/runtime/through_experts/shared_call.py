@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.autograd import Function
+
+from megatron_moe_opt.runtime.through_experts.expert_call import Leave
 
 
 @dataclass(frozen=True)
@@ -19,51 +23,98 @@ class SharedExperts:
     first: Callable[[torch.Tensor], torch.Tensor]
     """Takes all tokens of this rank, and returns what the second half takes."""
     second: Callable[[torch.Tensor], torch.Tensor]
+    is_trained: bool
+    """Whether a parameter of theirs gets a gradient."""
 
 
 class SharedCall:
     """What the tokens of one pass become in the shared experts, and their gradients. Each method is called once."""
 
-    output: torch.Tensor | None = None
-    """What the second half has returned, without its graph."""
-    grad_tokens: torch.Tensor | None = None
-    """The gradient of the tokens, once the first half's backward pass has run."""
-
     def __init__(self, experts: SharedExperts, tokens: torch.Tensor) -> None:
-        self._experts, self._trains = experts, torch.is_grad_enabled()
-        self.tokens = tokens.detach().requires_grad_() if self._trains and not tokens.requires_grad else tokens
-        """The tokens. They require a gradient, or autograd would not come by where the shared experts alone train."""
-        self._halves: list[_Half] = []
-        self._grad: torch.Tensor | None = None
+        trains, self.tokens = torch.is_grad_enabled(), tokens
+        """The tokens, which require a gradient where the shared experts do: else autograd would not come by."""
+        self._first, self._second = _Half(experts.first, trains), _Half(experts.second, trains)
+        self._source: torch.Tensor | None = tokens
+        """What the next half takes."""
+        if trains and experts.is_trained and not tokens.requires_grad:
+            self.tokens = tokens.detach().requires_grad_()
 
     def run_first(self) -> None:
         """Runs the first half on the tokens."""
-        self._halves.append(_Half(self._experts.first, self.tokens, self._trains))
+        self._source = self._first.forward(self._source)
 
     def run_second(self) -> None:
         """Runs the second half on what the first one has returned."""
-        self._halves.append(_Half(self._experts.second, self._halves[0].end, self._trains))
-        self.output = self._halves[1].end.detach()
+        self._source = self._second.forward(self._source)
+
+    def take_output(self) -> torch.Tensor:
+        """Returns what both halves have made of the tokens, without a graph. It is not held here any longer."""
+        output, self._source = self._source.detach(), None
+        return output
+
+    def check_backward(self) -> None:
+        """Raises RuntimeError where some gradients alone are asked for: those of parameters would be added to, too."""
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError(
+                "gradients of some tensors alone (torch.autograd.grad, or backward with inputs) do not go through "
+                "mpmoe with --moe-shared-expert-overlap, nor through Megatron's recomputation: leave the flag out"
+            )
 
     def backward_of_second(self, grad: torch.Tensor) -> None:
         """Runs the backward pass of the second half. grad: of the output."""
-        self._grad = self._halves.pop().backward(grad)
+        self._source = self._second.backward(grad)
 
     def backward_of_first(self) -> None:
         """Runs the backward pass of the first half, on what the second one's has given."""
-        self.grad_tokens, self._grad = self._halves.pop().backward(self._grad), None
+        self._source = self._first.backward(self._source)
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """Returns the gradient of the tokens; None: they need none."""
+        grad, self._source = self._source, None
+        return grad
+
+
+class _Gradients:
+    """Gradients of a half: handed to the end of its graph, and taken from its beginning."""
+
+    output: torch.Tensor | None = None
+    source: torch.Tensor | None = None
 
 
 class _Half:
-    """A half that has run, and its graph."""
+    """A half of the shared experts. Its graph holds on to neither what it takes nor what it returns."""
 
-    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor, trains: bool) -> None:
-        self._begin = source.detach().requires_grad_(trains and source.requires_grad)
-        with torch.set_grad_enabled(trains):
-            self.end = run(self._begin)
+    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], trains: bool) -> None:
+        self._run, self._trains, self._gradients = run, trains, _Gradients()
+        self._exit: torch.Tensor | None = None
+
+    def forward(self, source: torch.Tensor) -> torch.Tensor:
+        """Returns what the half makes of `source`, which gets a gradient if it requires one."""
+        with torch.set_grad_enabled(self._trains):
+            begin = source.detach()
+            if self._trains and source.requires_grad:
+                begin = _Enter.apply(torch.empty(0, device=source.device, requires_grad=True), self._gradients, begin)
+            result = self._run(begin)
+            if result.requires_grad:
+                self._exit = Leave.apply(result, self._gradients)
+        return result
 
     def backward(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the gradient of what the half took; None: it has none."""
-        if grad is not None and self.end.requires_grad:
-            torch.autograd.backward(self.end, grad)
-        return self._begin.grad
+        """Returns the gradient of what the half took; None: it has none. Adds to those of parameters."""
+        if grad is None or self._exit is None:
+            return None
+        exit_, self._exit, self._gradients.output = self._exit, None, grad
+        torch.autograd.backward(exit_, torch.zeros_like(exit_))
+        return self._gradients.source
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, gradients: _Gradients, source: torch.Tensor) -> torch.Tensor:
+        ctx.gradients, ctx.device = gradients, anchor.device
+        return source.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.gradients.source = grad
+        return torch.empty(0, device=ctx.device), None, None
