@@ -253,6 +253,15 @@ class Judged:
         return self.found.alone / max(self.limit, self.found.processors)
 
     @property
+    def over_ends(self) -> float:
+        """Returns how many times that the fastest takes alone, where nothing is beside the first partition's dispatch
+        and the last one's combine: a part of the bytes that the number of partitions says, besides the cores' time.
+        """
+        partitions = re.match(r"mpmoe:(\d+)", self.found.kept)
+        ends = (self.found.wire + self.found.inside) / int(partitions[1] if partitions else 1)
+        return self.found.alone / max(self.limit, self.found.processors + ends)
+
+    @property
     def regret(self) -> float:
         return self._regret(self.found.kept, self.seconds)
 
@@ -345,6 +354,8 @@ def summary(judged: Sequence[tuple[Point, Judged]]) -> Iterator[str]:
     )
     alone = part([one.over_processors for one in long], 1.3)
     yield row("the same alone, where busy cores count among the limits", alone, "")
+    behind = part([one.over_ends for one in long], 1.3)
+    yield row("and are busy behind the first dispatch and before the last combine", behind, "")
     by_size: dict[tuple[Shape, int], list[Judged]] = {}
     for point, one in judged:
         by_size.setdefault((point.shape, point.tokens), []).append(one)

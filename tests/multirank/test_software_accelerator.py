@@ -256,13 +256,14 @@ def test_ranks_issue_alike_whether_or_not_their_experts_tell_when_they_are_halfw
         assert result["error"] < 1e-6 and any(result["issued_halfway"]) == (rank % 2 == 0)
 
 
-def test_partitions_that_are_chosen_by_rows_cost_no_wait(ranks, library, tmp_path):
+@pytest.mark.parametrize(("settings", "waits"), [({}, budget("")), (RECOMPUTE, budget("recomputed"))], ids=str)
+def test_partitions_that_are_chosen_by_rows_cost_no_wait(ranks, library, tmp_path, settings, waits):
     """Beyond that of the first pass."""
     profile = write_profile(tmp_path / "cluster.json", World((0, 0, 0, 0), ep=4), (4,))
     options = Options(partitions=(2, 3), profile=profile)
-    arguments = {"library": library, "dispatcher": "mpmoe", "layout": {"ep": 4}, "settings": {}, "options": options}
-    for result in ranks.run(on_accelerator, **arguments):
-        assert list(map(len, result["syncs"])) == budget("")
+    layer = {"dispatcher": "mpmoe", "layout": {"ep": 4}, "settings": settings, "options": options}
+    for result in ranks.run(on_accelerator, library=library, **layer):
+        assert list(map(len, result["syncs"])) == waits
 
 
 WHOLE = {"distributed_optimizer": False}
