@@ -63,7 +63,7 @@ def _run(settings):
         {"expert_tp": 4, "experts": 3, "topk": 1, "routing": "one-hot-expert"},
         {"ep": 2, "routing": "zipf", "dtype": "bf16"},
         {"capacity_factor": 0.5, "pad_to_capacity": True, "routing": "zipf"},
-        {"capacity_factor": 1.0, "tp": 2, "tokens": 7},
+        {"capacity_factor": 1.0, "tp": 2, "tokens": 7, "shared_ffn_hidden": 24},
         {"dispatch_only": True, "tp": 2, "expert_tp": 2, "dtype": "bf16"},
     ],
     ids=str,

@@ -136,6 +136,11 @@ def _run(monkeypatch, *arguments, world=1, commands=app):
             2,
             "--dispatch-only leaves out what --replicated is about: drop one of them",
         ),
+        (
+            "--dispatch-only --shared-ffn-hidden 8",
+            1,
+            "--dispatch-only leaves out all experts: leave --shared-ffn-hidden out, too",
+        ),
         ("--dispatchers monta:auto", 1, "--dispatchers monta:auto chooses by measurements: give --profile"),
         ("--dispatchers auto", 1, "--dispatchers auto chooses by measurements: give --profile"),
         ("--dispatchers monta,,parm", 1, "--dispatchers has an empty name: separate names by one comma each"),

@@ -112,8 +112,9 @@ def test_what_cannot_be_predicted_says_why():
     blind = replace(CLUSTER, expert_gemm=None)
     reason = "the profile has no expert: measure this cluster again with moe-opt profile"
     assert predict_layer(SETTINGS, 2, EVEN, NODES, blind).missing == dict.fromkeys(SETTINGS.dispatchers, reason)
-    alone = replace(SETTINGS, dispatch_only=True)
-    assert not predict_layer(alone, 2, EVEN, NODES, CLUSTER).seconds
+    for other, reason in (({"dispatch_only": True}, "whole layers"), ({"shared_ffn_hidden": 8}, "without shared")):
+        found = predict_layer(replace(SETTINGS, **other), 2, EVEN, NODES, CLUSTER)
+        assert not found.seconds and all(reason in said for said in found.missing.values())
 
 
 def test_the_busiest_rank_counts():

@@ -35,11 +35,12 @@ def predict_layer(
     Args:
         nodes: [world size] node of each rank.
     """
-    if settings.dispatch_only or settings.shared_ffn_hidden is not None:
-        reason = "whole layers are predicted, not dispatch and combine alone"
-        if not settings.dispatch_only:
-            reason = "no shared experts are predicted (--shared-ffn-hidden)"
-        return Predicted(missing=dict.fromkeys(settings.dispatchers, reason))
+    for is_asked, reason in (
+        (settings.dispatch_only, "whole layers are predicted, not dispatch and combine alone"),
+        (settings.shared_ffn_hidden is not None, "layers are predicted without shared experts (--shared-ffn-hidden)"),
+    ):
+        if is_asked:
+            return Predicted(missing=dict.fromkeys(settings.dispatchers, reason))
     workers = _levels(settings, ep, nodes)
     workload = workload_of(settings, ep, balance, workers)
     seconds: dict[str, float] = {}

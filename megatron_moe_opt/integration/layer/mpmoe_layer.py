@@ -32,8 +32,8 @@ def pipeline_experts(layer: Any, options: Options) -> None:
     """Replaces MoELayer.routed_experts_compute of this layer, which Megatron calls between dispatch and combine.
 
     Around it the dispatcher's token_dispatch and token_combine leave rows where they are. Shared experts that overlap
-    with dispatch and combine are ops of the pipeline, too. Experts travel where the dispatcher's tokens
-    hop between domains of several ranks. A collective call over the layer's groups, then.
+    with dispatch and combine are ops of the pipeline, too. Experts travel where the dispatcher's tokens hop between
+    domains of several ranks. A collective call over the layer's groups, then.
 
     Raises:
         ConfigurationError: a Megatron whose layer has no such method.
