@@ -257,7 +257,7 @@ class Judged:
         """Returns how many times that the fastest takes alone, where nothing is beside the first partition's dispatch
         and the last one's combine: a part of the bytes that the number of partitions says, besides the cores' time.
         """
-        partitions = re.match(r"mpmoe:(\d+)", self.found.kept)
+        partitions = re.match(r"mpmoe:(\d+)", self.fastest)
         ends = (self.found.wire + self.found.inside) / int(partitions[1] if partitions else 1)
         return self.found.alone / max(self.limit, self.found.processors + ends)
 
