@@ -186,11 +186,8 @@ def tables() -> str:
     for name, of_places in ratios.items():
         for place, of_topk in of_places.items():
             lines.append(f"| {' | '.join([name, place, *map(_between, of_topk.values())])} |")
-    lines += [
-        "",
-        "| shared experts as ops, which is built | of them before the layer | of their first product hidden |",
-    ]
-    lines.append("|---|---|---|")
+    heading = "| shared experts as ops, which is built | of them before the layer | of their first product hidden |"
+    lines += ["", heading, "|---|---|---|"]
     for name, (hidden, experts, ffn, topk, shared) in SHARED.items():
         layout, shape = Layout(32, ep=32), (hidden, experts, ffn)
         layers = (layer_on(one, layout, tokens, topk, shape) for one in _NVLINK for tokens in TOKENS)

@@ -6,7 +6,6 @@ Outputs and gradients are sums in another order: fp32 within 1e-6 relative, bf16
 from __future__ import annotations
 
 import dataclasses
-import gc
 import time
 from typing import Any
 
@@ -423,7 +422,6 @@ def bounded_and_compressed(**options: Any) -> None:
     from megatron_moe_opt.runtime.travelling_experts.step_passes import step_of
     from tests.ranks.megatron import parallel
 
-    gc.collect()  # of cases before this one
     with parallel(ep=4):
         models, ratios, used = [], {"compression_ratio": 8.0, "gradient_compression_ratio": 8.0}, HOST_MEMORY.used
         for kept in (2, "all"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -106,7 +105,6 @@ def accumulated(
             for chunk in trained.chunks:
                 chunk.zero_grad_buffer()
             assert gathers_of(lambda: trained.forward_backward(forward_only=True), "reduce_scatter") == 0
-            gc.collect()  # of cases before this one
             HOST_MEMORY.reset_peak()
             used = HOST_MEMORY.used
             returned = gathers_of(trained.forward_backward, "reduce_scatter")

@@ -31,25 +31,25 @@ class SharedCall:
     """What the tokens of one pass become in the shared experts, and their gradients. Each method is called once."""
 
     def __init__(self, experts: SharedExperts, tokens: torch.Tensor) -> None:
-        trains, self.tokens = torch.is_grad_enabled(), tokens
+        trains = torch.is_grad_enabled()
+        needs_graph = trains and experts.is_trained and not tokens.requires_grad
+        self.tokens = tokens.detach().requires_grad_() if needs_graph else tokens
         """The tokens, which require a gradient where the shared experts do: else autograd would not come by."""
         self._first, self._second = _Half(experts.first, trains), _Half(experts.second, trains)
-        self._source: torch.Tensor | None = tokens
-        """What the next half takes."""
-        if trains and experts.is_trained and not tokens.requires_grad:
-            self.tokens = tokens.detach().requires_grad_()
+        self._next: torch.Tensor | None = tokens
+        """What the next half takes: tokens and what is made of them, and gradients on the way back."""
 
     def run_first(self) -> None:
         """Runs the first half on the tokens."""
-        self._source = self._first.forward(self._source)
+        self._next = self._first.forward(self._next)
 
     def run_second(self) -> None:
         """Runs the second half on what the first one has returned."""
-        self._source = self._second.forward(self._source)
+        self._next = self._second.forward(self._next)
 
     def take_output(self) -> torch.Tensor:
         """Returns what both halves have made of the tokens, without a graph. It is not held here any longer."""
-        output, self._source = self._source.detach(), None
+        output, self._next = self._next.detach(), None
         return output
 
     def check_backward(self) -> None:
@@ -62,15 +62,15 @@ class SharedCall:
 
     def backward_of_second(self, grad: torch.Tensor) -> None:
         """Runs the backward pass of the second half. grad: of the output."""
-        self._source = self._second.backward(grad)
+        self._next = self._second.backward(grad)
 
     def backward_of_first(self) -> None:
         """Runs the backward pass of the first half, on what the second one's has given."""
-        self._source = self._first.backward(self._source)
+        self._next = self._first.backward(self._next)
 
     def take_gradient(self) -> torch.Tensor | None:
         """Returns the gradient of the tokens; None: they need none."""
-        grad, self._source = self._source, None
+        grad, self._next = self._next, None
         return grad
 
 
