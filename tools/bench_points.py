@@ -30,6 +30,7 @@ from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
+from megatron_moe_opt.schedules.mpmoe import NONE, token_shares
 from megatron_moe_opt.schedules.schedule import Kind
 from tools.papers.published import head, row
 from tools.points import Links, found_at, run
@@ -255,10 +256,12 @@ class Judged:
     @property
     def over_ends(self) -> float:
         """Returns how many times that the fastest takes alone, where nothing is beside the first partition's dispatch
-        and the last one's combine: a part of the bytes that the number of partitions says, besides the cores' time.
+        and the last one's combine: that partition's part of the bytes, besides the cores' time.
         """
-        partitions = re.match(r"mpmoe:(\d+)", self.fastest)
-        ends = (self.found.wire + self.found.inside) / int(partitions[1] if partitions else 1)
+        partitions, by_tokens = re.match(r"mpmoe:(\d+)", self.fastest), "hops" in self.fastest
+        count = int(partitions[1] if partitions else 1)
+        shares = token_shares(count, NONE) if by_tokens else [1] * count
+        ends = (self.found.wire + self.found.inside) * shares[0] / sum(shares)
         return self.found.alone / max(self.limit, self.found.processors + ends)
 
     @property

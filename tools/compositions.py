@@ -62,7 +62,7 @@ def passes(layer: LayerOnCluster, way: str, count: int, shared: int | None = Non
     Args:
         shared: bytes of the tokens that shared experts take beside; None: there are none.
     """
-    cut = PartitionedLayer.of(layer, count, way, None)
+    cut = PartitionedLayer.of(layer, count, way)
     return [build(NONE, cut.parts, cut.row, cut.stages, shared) for build in (forward, backward)]
 
 

@@ -6,8 +6,9 @@
 (MPMoE, Fig. 4b.) By rows, each expert's rows are cut into n parts, and partition j is part j of all experts: the
 partitions are equal to a row whatever the routing. They go over EP and then over expert-TP or, jointly, over both in
 one all-to-all (Parm's). By hops, a row is a token with all of its experts, which crosses a link once (hop_way.py):
-partition j is part j of this rank's tokens, one after another. They are equal in tokens; what each of them has for a
-rank differs as the tokens' experts do. Partitions may share buffers; backward restores what is overwritten (Table II).
+partition j is part j of this rank's tokens, one after another, those at both ends smaller than the others. What each of
+them has for a rank differs as the tokens' experts do. Partitions may share buffers; backward restores what is
+overwritten (Table II).
 
 Without sequence parallelism all ranks of a TP group hold the same tokens. By hops they share out each partition (Parm's
 S2, after the gate), and its AllGather over TP runs beside the experts of the next ones.
@@ -39,6 +40,7 @@ from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import through_experts
 from megatron_moe_opt.runtime.through_experts.shared_call import SharedExperts
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
+from megatron_moe_opt.schedules.mpmoe import token_shares
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
 
@@ -186,7 +188,8 @@ class MpmoeDispatcher(Dispatcher):
             self._of_step = partitions if self._is_recomputed else None
         if partitions.way == HOPS:
             is_padded = capacity is not None
-            rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count, is_padded, tp)
+            shares = token_shares(partitions.count, partitions.strategy)
+            rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, shares, is_padded, tp)
             tokens = HoppingTokens.tell(self.hops, rows, routing_map_TE, self.migrated, copies)
             partitioned = PartitionedTokens(partitions, probs_TE.dtype, tokens)
             return self.hops.pack(tokens_TH, probs_TE, rows), partitioned

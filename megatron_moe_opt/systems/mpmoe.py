@@ -295,12 +295,12 @@ def domains_of(options: Any, workers: tuple[int, ...]) -> ExpertDomains:
 
 def candidate(layer: LayerOnCluster, count: int, strategy: str) -> Prediction:
     """Returns what the layer takes in so many partitions of rows. Raises ConfigurationError: a curve is missing."""
-    return _predicted(layer, PartitionedLayer.of(layer, count, ROWS, None), strategy)
+    return _predicted(layer, PartitionedLayer.of(layer, count, ROWS, strategy))
 
 
-def _predicted(layer: LayerOnCluster, cut: PartitionedLayer, strategy: str) -> Prediction:
-    setting = _setting(len(cut.parts), strategy, cut.way, cut.domains and cut.domains.sizes)
-    return cut.prediction(layer, f"{NAME}:{setting}", strategy)
+def _predicted(layer: LayerOnCluster, cut: PartitionedLayer) -> Prediction:
+    setting = _setting(len(cut.parts), cut.strategy, cut.way, cut.domains and cut.domains.sizes)
+    return cut.prediction(layer, f"{NAME}:{setting}")
 
 
 def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Prediction | Refusal]:
@@ -314,17 +314,17 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
             yield Refusal(f"{NAME}:{way}", refusal)
             continue
         cuts = [
-            (PartitionedLayer.of(layer, count, way, domains), strategy)
+            PartitionedLayer.of(layer, count, way, strategy, domains)
             for domains in (_domains_to_try(layer, options) if way == HOPS else (None,))
             for strategy in (strategies if domains is None else strategies[:1])
             for count in options.partition_counts
             if count > 1 or strategy == strategies[0]
         ]
         limited = layer.below < math.inf
-        tried = [(cut.least_seconds(layer, strategy) if limited else 0.0, cut, strategy) for cut, strategy in cuts]
-        for least, cut, strategy in sorted(tried, key=itemgetter(0)):  # the fastest first: others need no prediction
-            if least < layer.below and layer.has_room(cut.activation_bytes(layer, strategy)):
-                yield _predicted(layer, cut, strategy)
+        tried = [(cut.least_seconds(layer) if limited else 0.0, cut) for cut in cuts]
+        for least, cut in sorted(tried, key=itemgetter(0)):  # the fastest first: others need no prediction
+            if least < layer.below and layer.has_room(cut.activation_bytes(layer)):
+                yield _predicted(layer, cut)
 
 
 def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[ExpertDomains | None]:

@@ -193,7 +193,7 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
         return layer.costs(op) if op.group == EP else hop_seconds(op)
 
     for count in (1, *CHUNK_COUNTS):
-        parts = hop_partitions(one, layer.skew, layer.computed, count)
+        parts = hop_partitions(one, layer.skew, layer.computed, [1] * count)
         at_home = [
             build([part.bytes(row_bytes) for part in parts], levels, one.etp)
             for build, row_bytes in (

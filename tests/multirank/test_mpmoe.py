@@ -233,7 +233,7 @@ WHOLE, BOTH = ({"tp": 2, "ep": 2, "etp": etp} for etp in (1, 2))
 @pytest.mark.parametrize(
     ("layout", "settings", "routing", "options"),
     [
-        (WHOLE, GATED, None, {"partitions": 3}),
+        (WHOLE, GATED, None, {"partitions": 4}),
         (WHOLE, OVERLAPPED, None, {"partitions": 1}),
         (BOTH, Z_LOSS | RECOMPUTE, "hot", {"partitions": 4, "memory_reuse": "S3"}),
         (BOTH, {"moe_router_load_balancing_type": "seq_aux_loss"}, None, {"partitions": 8, "memory_reuse": "S2"}),
@@ -312,7 +312,7 @@ def test_rows_to_all_shards_at_once_under_every_strategy_in_bf16_and_late(ranks)
 @pytest.mark.parametrize("levels", [(4,), (2, 2)])
 def test_hops_under_every_strategy(ranks, levels):
     arguments = {"layout": LAYOUTS["ep4"], "settings": TOP_3, "routing": None, "levels": levels}
-    variants = [(1, "none"), (8, "S4"), *((3, strategy) for strategy in STRATEGIES)]
+    variants = [(1, "none"), (8, "S4"), *((4, strategy) for strategy in STRATEGIES)]
     check(ranks.run(worst_errors, variants=variants, **arguments))
 
 
@@ -333,13 +333,13 @@ def test_hops_under_every_strategy(ranks, levels):
 def test_hops_in_layouts_and_workloads(ranks, layout, settings, routing):
     levels = {"one-rank-groups": (1,), "tp4-etp4": (1,), "tp2-ep2-etp2": (2,)}.get(layout, (2, 2))
     arguments = {"layout": LAYOUTS[layout], "settings": settings, "routing": routing, "levels": levels}
-    check(ranks.run(worst_errors, variants=[(3, "none"), (2, "S2"), (3, "S3")], **arguments))
+    check(ranks.run(worst_errors, variants=[(5, "none"), (2, "S2"), (3, "S3")], **arguments))
 
 
 @pytest.mark.parametrize(("settings", "routing"), [({}, "skewed"), (PAD, None)], ids=str)
 def test_hops_over_two_levels_where_experts_are_cut(eight_ranks, settings, routing):
     arguments = {"layout": {"tp": 2, "ep": 4, "etp": 2}, "settings": TOP_3 | settings, "levels": (2, 2)}
-    variants = [(1, "none"), (3, "S2"), (3, "S3")]
+    variants = [(4, "none"), (3, "S2"), (3, "S3")]
     check(eight_ranks.run(worst_errors, routing=routing, variants=variants, **arguments))
 
 

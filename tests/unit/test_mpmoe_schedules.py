@@ -16,6 +16,7 @@ from megatron_moe_opt.schedules.mpmoe import (
     by_rows,
     forward,
     jointly,
+    token_shares,
 )
 from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.pipeline import base_name
@@ -145,6 +146,29 @@ def test_the_first_links_do_not_wait_for_those_inside_nodes(way, inner):
     schedule = forward("none", [rows] * 8, ROW, stages)
     found = simulate(schedule, lambda op: seconds[op.lane] if op.group or op.kind is Kind.COMPUTE else 0.0)
     assert found.seconds == pytest.approx(found.busy(Lane.INTER)) == 16
+
+
+@pytest.mark.parametrize("count", range(4, 9))
+@pytest.mark.parametrize("build", [forward, backward])
+def test_smaller_partitions_at_the_ends_wait_less(build, count):
+    """Experts that take longer than links wait for the first partition's way out and the last one's way back alone."""
+    shares = token_shares(count, "none")
+    assert shares == shares[::-1] and sum(shares) < 4 * count
+    way = HopStages(1, (0,), is_piped=True)
+
+    def simulated(shares: list[int]) -> float:
+        parts = [HopRows(share, {0: share}, share) for share in shares]
+        of_op = {"tokens.0": 1.0, Kind.COMPUTE: 3.0, Kind.GRADIENT: 3.0}
+        schedule = build("none", parts, RowBytes(1, 1), way)
+        return simulate(schedule, lambda op: of_op.get(op.group or op.kind, 0.0) * op.size / sum(shares)).seconds
+
+    assert simulated(shares) == pytest.approx(3 + 2 * shares[0] / sum(shares))
+    assert simulated([1] * count) == pytest.approx(3 + 2 / count)
+
+
+@pytest.mark.parametrize("strategy", REUSING)
+def test_partitions_that_share_memory_are_equal(strategy):
+    assert token_shares(8, strategy) == [4] * 8
 
 
 @pytest.mark.parametrize("build", [forward, backward])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 from megatron_moe_opt.planning.costs.cluster import OURS
@@ -29,6 +31,7 @@ from megatron_moe_opt.schedules.hops import HopStages, level_of
 from megatron_moe_opt.schedules.mpmoe import (
     INPUT_GRADIENTS,
     INPUTS,
+    NONE,
     OUTPUT_GRADIENTS,
     OUTPUTS,
     STRATEGIES,
@@ -39,8 +42,9 @@ from megatron_moe_opt.schedules.mpmoe import (
     by_rows,
     forward,
     jointly,
+    token_shares,
 )
-from megatron_moe_opt.schedules.pipeline import Stages
+from megatron_moe_opt.schedules.pipeline import Stage, Stages
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from megatron_moe_opt.topology.domains import ExpertDomains, stationary
 
@@ -52,9 +56,11 @@ its experts.
 
 @dataclass(frozen=True)
 class PartitionedLayer:
-    """A layer's rows in partitions, which are alike, and the way that they go."""
+    """A layer's rows in partitions, and the way that they go."""
 
     way: str
+    strategy: str
+    """How partitions share memory."""
     domains: ExpertDomains | None
     """The domains in which experts travel; None: none does."""
     costs: Callable[[Op], float]
@@ -67,73 +73,83 @@ class PartitionedLayer:
     holds: int = 1
     """The number of ranks whose experts this rank computes."""
 
-    def activation_bytes(self, layer: LayerOnCluster, strategy: str) -> int:
+    def activation_bytes(self, layer: LayerOnCluster) -> int:
         """Returns what the layer holds for its backward pass, with the experts of others that have travelled here."""
         one = layer.workload
-        own = activation_bytes(one, one.rows, len(self.parts), strategy, self.own)
+        own = activation_bytes(one, one.rows, len(self.parts), self.strategy, self.own)
         return own + (0 if self.domains is None else layer.held_bytes_of_others(self.domains))
 
     @classmethod
-    def of(cls, layer: LayerOnCluster, count: int, way: str, domains: ExpertDomains | None) -> PartitionedLayer:
+    def of(
+        cls, layer: LayerOnCluster, count: int, way: str, strategy: str = NONE, domains: ExpertDomains | None = None
+    ) -> PartitionedLayer:
         """Cuts a layer's rows into partitions. Raises ConfigurationError as `costs_of` does."""
         one, holds = layer.workload, 1 if domains is None else prod(domains.sizes)
         costs = costs_of(layer, way, domains)
         if way == HOPS:
             hops_in = domains or stationary(one.workers)
             computed = one.rows_of(layer.skew.computed(hops_in)) if holds > 1 else layer.computed
-            parts: Sequence[Partition] = hop_partitions(one, layer.skew, computed, count, hops_in)
+            shares = token_shares(count, strategy)
+            parts: Sequence[Partition] = hop_partitions(one, layer.skew, computed, shares, hops_in)
             stages = HopStages(len(one.workers), hops_in.hops, True, one.etp, one.sharers)
-            return cls(way, domains, costs, parts, hop_row_bytes(one), stages, parts[0].own * count, holds)
+            own = sum(part.own for part in parts)
+            return cls(way, strategy, domains, costs, parts, hop_row_bytes(one), stages, own, holds)
         computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
         parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
         stages = jointly(one.etp) if way == JOINT else by_rows(one.ep, one.etp)
-        return cls(way, domains, costs, parts, row_bytes(one), stages, None)
+        return cls(way, strategy, domains, costs, parts, row_bytes(one), stages, None)
 
-    def least_seconds(self, layer: LayerOnCluster, strategy: str) -> float:
-        """Returns a lower bound on the seconds of the layer when its partitions share memory by this strategy.
+    def least_seconds(self, layer: LayerOnCluster) -> float:
+        """Returns a lower bound on the seconds of the layer.
 
         Ops of a lane run one after another. Before the first partition is computed it has arrived, and behind the last
         one it goes back. And no op is faster beside others than alone: where two lanes slow each other down, the longer
         one also loses what the other takes from it while both are busy.
         """
-        costs, part, count, how = layer.converting(self.costs), self.parts[0], len(self.parts), STRATEGIES[strategy]
+        costs, how = layer.converting(self.costs), STRATEGIES[self.strategy]
         again = {
-            Restore.RECOMPUTE: Op(Kind.COMPUTE, Lane.COMPUTE, size=part.gathered * self.row.token),
-            Restore.OFFLOAD: Op(Kind.ACTIVATE, Lane.COMPUTE, size=part.gathered * self.row.activations),
+            Restore.RECOMPUTE: (Kind.COMPUTE, self.row.token),
+            Restore.OFFLOAD: (Kind.ACTIVATE, self.row.activations),
         }.get(how.middle)
         saved = ((how.inputs, self.row.token), (how.middle, self.row.middle))
-        offloaded = [part.gathered * size for restore, size in saved if restore is Restore.OFFLOAD]
+
+        def of_experts(kind: Kind, lane: Lane, size: int, parts: Sequence[Partition]) -> float:
+            return sum(costs(Op(kind, lane, size=part.gathered * size)) for part in parts)
+
+        def on_the_way(stages: Sequence[Stage], size: int, parts: Sequence[Partition]) -> Counter[Lane]:
+            busy: Counter[Lane] = Counter()
+            for one, part in product(stages, parts):
+                busy[one.lane] += costs(Op(one.kind, one.lane, size=one.size(part.bytes(size)), group=one.group))
+            return busy
+
+        first, last, later = self.parts[:1], self.parts[-1:], self.parts[1:]
         least = layer.local_timeline(OURS, self.own).seconds
         for kind, out, back, host in (
             (Kind.COMPUTE, INPUTS, OUTPUTS, (Kind.OFFLOAD, Lane.D2H)),
             (Kind.GRADIENT, OUTPUT_GRADIENTS, INPUT_GRADIENTS, (Kind.PREFETCH, Lane.H2D)),
         ):
-            rows_out, rows_back = part.bytes(self.row.of(out)), part.bytes(self.row.of(back))
-            restored = costs(again) if kind is Kind.GRADIENT and again is not None else 0.0
-            computed = count * costs(Op(kind, Lane.COMPUTE, size=part.gathered * self.row.token))
-            computed += (count - 1) * restored  # the first one before gradients have arrived
-            busy: dict[Lane, float] = {}
-            for stages, rows in ((self.stages.out(), rows_out), (self.stages.back(), rows_back)):
-                for one in stages:
-                    seconds = costs(Op(one.kind, one.lane, size=one.size(rows), group=one.group))
-                    busy[one.lane] = busy.get(one.lane, 0.0) + seconds
-            edges = sum(busy.values())
-            bounds = [computed + edges, count * sum(costs(Op(*host, size=size)) for size in offloaded)]
-            for lane, of_part in busy.items():
+            there, home = (self.stages.out(), self.row.of(out)), (self.stages.back(), self.row.of(back))
+            computed = of_experts(kind, Lane.COMPUTE, self.row.token, self.parts)
+            if kind is Kind.GRADIENT and again is not None:  # the first one before gradients have arrived
+                computed += of_experts(again[0], Lane.COMPUTE, again[1], later)
+            edges = sum((on_the_way(*there, first) + on_the_way(*home, last)).values())
+            offloaded = (size for restore, size in saved if restore is Restore.OFFLOAD)
+            bounds = [computed + edges, sum(of_experts(*host, size, self.parts) for size in offloaded)]
+            for lane, busy in (on_the_way(*there, self.parts) + on_the_way(*home, self.parts)).items():
                 lost, lost_to_it = (1 - rate for rate in layer.best_rates(lane))
-                bounds.append(count * of_part + lost * computed)
-                bounds.append(computed + edges + lost_to_it * max(count * of_part - edges, 0.0))
+                bounds.append(busy + lost * computed)
+                bounds.append(computed + edges + lost_to_it * max(busy - edges, 0.0))
             least += max(bounds)
         return least * (1 - 1e-9)  # other sums are rounded otherwise
 
-    def prediction(self, layer: LayerOnCluster, variant: str, strategy: str) -> Prediction:
+    def prediction(self, layer: LayerOnCluster, variant: str) -> Prediction:
         """Returns what the layer takes.
 
         What goes on inside nodes runs in a lane of its own beside the all-to-alls between them, as MoNTA's does.
         Experts that travel do so before and after, as in a layer by itself.
         """
         one, links = layer.workload, None
-        schedules = [build(strategy, self.parts, self.row, self.stages) for build in (forward, backward)]
+        schedules = [build(self.strategy, self.parts, self.row, self.stages) for build in (forward, backward)]
         alone = [] if self.way == HOPS and one.sharers > 1 else list(layer.edge)
         if self.holds > 1:
             schedules = travelling(one.migration(layer.skew), self.domains, *schedules)
@@ -142,7 +158,7 @@ class PartitionedLayer:
         predicted = layer.prediction(
             variant, schedules, alone, costs=self.costs, parts=len(self.parts), local_rows=self.own, links=links
         )
-        return replace(predicted, activation_bytes=self.activation_bytes(layer, strategy))
+        return replace(predicted, activation_bytes=self.activation_bytes(layer))
 
 
 def costs_of(layer: LayerOnCluster, way: str, domains: ExpertDomains | None = None) -> Callable[[Op], float]:

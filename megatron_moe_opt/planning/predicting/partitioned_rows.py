@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -45,18 +46,24 @@ def hop_row_bytes(layer: LayerWorkload, notes: bool = False) -> RowBytes:
 
 
 def hop_partitions(
-    layer: LayerWorkload, skew: Skew, rows: int, count: int, domains: ExpertDomains | None = None
+    layer: LayerWorkload, skew: Skew, rows: int, shares: Sequence[int], domains: ExpertDomains | None = None
 ) -> list[HopRows]:
-    """Returns equal parts of a rank's tokens, and of the `rows` that the experts held here compute.
+    """Returns parts of a rank's tokens, and of the `rows` that the experts held here compute.
 
     Args:
+        shares: of all, that each part has.
         domains: in which experts travel; None: none does.
     """
     domains, migration = domains or stationary(layer.workers), layer.migration(skew)
-    sent = {level: ceil(migration.copies(domains, level) / count) for level in domains.hops}
-    own = -(-migration.tokens // count)
-    arrived = layer.etp * (sent[max(sent)] if sent else own) if layer.etp > 1 else 0
-    return [HopRows(own, sent, -(-rows // count) * layer.etp, arrived, layer.sharers)] * count
+    copies, whole = {level: migration.copies(domains, level) for level in domains.hops}, sum(shares)
+
+    def part(share: int) -> HopRows:
+        own, computed = (-(-share * number // whole) for number in (migration.tokens, rows))
+        sent = {level: ceil(share * number / whole) for level, number in copies.items()}
+        arrived = layer.etp * (sent[max(sent)] if sent else own) if layer.etp > 1 else 0
+        return HopRows(own, sent, computed * layer.etp, arrived, layer.sharers)
+
+    return [part(share) for share in shares]
 
 
 def activation_bytes(layer: LayerWorkload, rows: int, count: int, strategy: str, own_rows: int | None = None) -> int:

@@ -6,7 +6,9 @@ of hop_way.py's Hops, as any rows do by theirs (expert_exchange.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch.distributed import ProcessGroup
@@ -98,7 +100,7 @@ class TokenHops:
         tokens_TH: torch.Tensor,
         probs_TE: torch.Tensor,
         routing_map_TE: torch.Tensor,
-        num_parts: int = 1,
+        shares: Sequence[int] = (1,),
         is_padded: bool = False,
         tp: ProcessGroup | None = None,
     ) -> HoppingRows:
@@ -106,6 +108,7 @@ class TokenHops:
         waits for them and not for it.
 
         Args:
+            shares: of the tokens, that each part of them has; parts hop one after another.
             is_padded: experts' rows are filled up to their capacity with tokens of probability 0. They do not travel:
                 outputs and gradients of such rows are 0.
             tp: the group whose ranks all hold these tokens, and share them out; None: they are this rank's own.
@@ -118,8 +121,8 @@ class TokenHops:
         facts = RowFacts(Payload.of(tokens_TH, self.wire), self.topk, probs_TE.dtype)
         experts = own_experts = experts_of_tokens(routing_map_TE, self.topk)
         number = tokens_TH.size(0) // (1 if tp is None else tp.size())
-        bounds = [number * part // num_parts for part in range(num_parts + 1)]
-        parts = tuple(end - begin for begin, end in zip(bounds, bounds[1:], strict=False))
+        bounds = [number * share // sum(shares) for share in accumulate(shares, initial=0)]
+        parts = tuple(end - begin for begin, end in pairwise(bounds))
         share = None if tp is None else TokenShare(tp, parts)
         if share is not None:
             own_experts, routing_map_TE = share.of(experts), share.of(routing_map_TE)
