@@ -119,9 +119,12 @@ def _extension() -> Iterator[Finding]:
         yield Finding("extension", found, mend)
         return
     found = ", ".join(f"{name} {value}" for name, value in built.items() if value != "")
-    lacks_cuda = torch.cuda.is_available() and built["backend"] != "cuda"
-    mend = "pip install --no-build-isolation -e . in the checkout, with nvcc on PATH" if lacks_cuda else ""
-    yield Finding("extension", f"{found} (no CUDA kernels)" if lacks_cuda else found, mend)
+    has_gpu = torch.cuda.is_available()
+    if built["backend"] == "cuda" or not (has_gpu or torch.version.cuda):
+        yield Finding("extension", found)
+        return
+    mend = "MOE_OPT_CUDA=ON pip install --no-build-isolation -e . in the checkout, with nvcc on PATH"
+    yield Finding("extension", f"{found} (no CUDA kernels)", mend if has_gpu else f"for GPUs: {mend}", required=has_gpu)
 
 
 def _megatron() -> Iterator[Finding]:

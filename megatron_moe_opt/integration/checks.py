@@ -48,7 +48,7 @@ _OF_PROCESSES = {
     "--inprocess-restart": "begins a run anew in processes that {name} ends when a rank has failed: drop it, and have "
     "torchrun start them again (--max-restarts)",
 }
-_NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan", "wire")
+_NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan", "expert_order", "wire")
 
 
 def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
@@ -100,7 +100,7 @@ def is_upcycled(config: Any) -> bool:
 
 
 def check_never_unread(name: str, options: Options) -> None:
-    """Refuses compression, formats of the wire, and a plan, under a dispatcher without them, whoever gives them."""
+    """Refuses compression, formats of the wire, a plan and an order of experts under a dispatcher without them."""
     _check_fields(name, options, _NEVER_UNREAD)
 
 
@@ -118,7 +118,7 @@ def check_options_are_read(name: str, options: Options) -> None:
 
 
 def readers(field: str) -> tuple[str, ...]:
-    """Returns the dispatchers that read an option, by the name of its field; empty: a check of its own says."""
+    """Returns the dispatchers that read an option, by the name of its field; empty: all, stock's too."""
     systems = [system.name for system in SYSTEMS if system.reads_option(field)]
     by_auto = Options.__dataclass_fields__[field].metadata["auto"] == READS
     return (*systems, AUTO) if by_auto else tuple(systems)
@@ -373,11 +373,6 @@ def _check_auto(config: Any, options: Options) -> None:
         raise ConfigurationError(
             f"{PREFIX}profile-seconds {options.profile_seconds} is for an {AUTO} that measures the cluster itself, and "
             f"{PREFIX}{given} {getattr(options, given)} is given: drop one of the two"
-        )
-    if options.expert_order is not None:
-        raise ConfigurationError(
-            f"{PREFIX}expert-order {options.expert_order} is for a dispatcher that stays, and {FLAG} {AUTO} tries "
-            "several: choose one of them"
         )
     if options.wire != SAME:
         raise ConfigurationError(

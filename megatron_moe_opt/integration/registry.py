@@ -35,7 +35,6 @@ from megatron_moe_opt.integration.checks import (
 from megatron_moe_opt.integration.layer.layer_passes import name_passes
 from megatron_moe_opt.integration.layer.layer_seam import LayerSlot
 from megatron_moe_opt.integration.layer.netmoe_layer import wrap_transformer_block
-from megatron_moe_opt.integration.layer.ordered_experts import FLAG as EXPERT_ORDER
 from megatron_moe_opt.integration.layer.ordered_experts import keep_expert_order
 from megatron_moe_opt.integration.layer.overlapped_batches import keep_expert_inputs, name_batches, overlaps_batches
 from megatron_moe_opt.integration.layer.replicated_tokens import (
@@ -254,11 +253,6 @@ def _check_wrapped(config: Any) -> None:
 
 def _check_stock(config: Any, name: str) -> None:
     """Refuses options of ours that a dispatcher of Megatron's own cannot have."""
-    if _options.expert_order is not None:
-        raise ConfigurationError(
-            f"{EXPERT_ORDER} {_options.expert_order} does not work with --moe-token-dispatcher-type {name}: choose one "
-            f"of {', '.join(system_names())}"
-        )
     check_never_unread(name, _options)
     if _options.telemetry:
         check_telemetry(config)

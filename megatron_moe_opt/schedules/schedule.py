@@ -105,6 +105,15 @@ class Schedule:
         used = {op.lane for op in self.ops}
         return tuple(lane for lane in Lane if lane in used)
 
+    @cached_property
+    def chunks_of(self) -> dict[str, frozenset[int]]:
+        """The chunks whose ops read or write each buffer."""
+        chunks: dict[str, set[int]] = {}
+        for op in self.ops:
+            for buffer in (*op.reads, *op.writes):
+                chunks.setdefault(buffer, set()).add(op.chunk)
+        return {buffer: frozenset(of_buffer) for buffer, of_buffer in chunks.items()}
+
 
 Measure = Callable[[Any], int]
 """The size of an op, given what moves of its chunk."""

@@ -359,7 +359,7 @@ def _stays(options: MigrationOptions, run: Run) -> str | None:
 EXPERT_MIGRATION = System(
     name=NAME,
     options=MigrationOptions,
-    reads=("profile", "wire"),
+    reads=("profile", "expert_order", "wire"),
     unread_profile=_unread_profile,
     build=_build,
     attach=_attach,

@@ -149,7 +149,7 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
 MONTA = System(
     name=NAME,
     options=MontaOptions,
-    reads=("profile", "wire"),
+    reads=("profile", "expert_order", "wire"),
     build=_build,
     grammar=Grammar(parse_pipeline, _write),
     candidates=_candidates,

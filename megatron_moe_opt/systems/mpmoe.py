@@ -356,7 +356,7 @@ def _stays(options: Any, run: Run) -> str | None:
 MPMOE = System(
     name=NAME,
     options=MpmoeOptions,
-    reads=("profile", "wire", *sorted(EXPERT_MIGRATION.own_options)),
+    reads=("profile", "expert_order", "wire", *sorted(EXPERT_MIGRATION.own_options)),
     unread_profile=_unread_profile,
     build=_build,
     attach=_attach,

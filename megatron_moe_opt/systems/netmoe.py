@@ -257,7 +257,7 @@ def _stays(options: Any, run: Run) -> str | None:
 NETMOE = System(
     name=NAME,
     options=MontaOptions,
-    reads=("profile", "way", "network_levels", "wire"),
+    reads=("profile", "expert_order", "way", "network_levels", "wire"),
     build=_build,
     grammar=Grammar(_parse, _write, _kind),
     attach=_attach,

@@ -122,7 +122,7 @@ def _stays(options: ParmOptions, run: Run) -> str | None:
 PARM = System(
     name=NAME,
     options=ParmOptions,
-    reads=("profile", "wire"),
+    reads=("profile", "expert_order", "wire"),
     unread_profile=_unread_profile,
     build=_build,
     check=_check,

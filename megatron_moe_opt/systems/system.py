@@ -160,7 +160,7 @@ class System:
     options: type[SharedOptions] = SharedOptions
     """The class of its options."""
     reads: tuple[str, ...] = ()
-    """The names of the shared options that it reads, besides those that every system does."""
+    """The names of the options that it reads, besides its own and those that every dispatcher does."""
     unread_profile: Callable[[Any], str | None] = lambda options: None
     """Returns what would have it read a profile, where with these options it does not."""
     check: Callable[[Any, Any, Any], None] = lambda config, options, arguments: None

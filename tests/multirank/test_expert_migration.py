@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.runtime.travelling_experts.arrived_experts import ArrivedExperts
 from megatron_moe_opt.runtime.travelling_experts.expert_communicator import DECODING
 from tests.multirank.test_dispatchers import DROP, PAD, RECOMPUTE, SHARED, compare
 from tests.multirank.test_parm import compare_replicated
@@ -120,6 +122,7 @@ def layers(
     sizes: tuple[int, ...] = (2, 2),
     levels: tuple[int, ...] = TWO_LEVELS,
     dispatcher: str = "expert-migration",
+    biases: bool = False,
     **options: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Builds as many layers of stock `alltoall` as of ours, with equal weights; call it inside `parallel`."""
@@ -128,9 +131,10 @@ def layers(
     from tests.ranks.megatron import moe_config
 
     torch.manual_seed(11 + dist.get_rank())
-    stock = [build_layer(moe_config()) for _ in range(number)]
+    settings = {"add_bias_linear": biases}
+    stock = [build_layer(moe_config(**settings)) for _ in range(number)]
     megatron_moe_opt.register(options_of(network_levels=levels, domain_sizes=sizes, **options))
-    ours = [build_layer(moe_config(moe_token_dispatcher_type=dispatcher)) for _ in range(number)]
+    ours = [build_layer(moe_config(moe_token_dispatcher_type=dispatcher, **settings)) for _ in range(number)]
     megatron_moe_opt.register()
     for layer, other in zip(ours, stock, strict=True):
         layer.load_state_dict(other.state_dict())
@@ -358,9 +362,18 @@ def bounded(ahead: int, sizes: tuple[int, ...] = (2, 2), **options: Any) -> None
             assert sum(one._arrived is not None and one._arrived.arrive is not None for one in migrated) <= ahead + 1
 
         patch.setattr(residents, "use", use_within_bound)
+        memory, experts_of = {}, ArrivedExperts.experts
+
+        def noted(arrived: Any) -> torch.Tensor:
+            experts = experts_of(arrived)
+            memory[experts.data_ptr()] = StorageWeakRef(experts.untyped_storage())
+            return experts
+
+        patch.setattr(ArrivedExperts, "experts", noted)
 
         def resident() -> int:
             """Returns the number of gathers that are here or on their way; what was dropped is in nobody's hands."""
+            assert sum(not one.expired() for one in memory.values()) <= ahead + 1
             held = [one._arrived for one in migrated if one._arrived is not None]
             here = [one for one in held if one.arrive is not None]
             assert all(one in here or one._experts is None or one._experts() is None for one in held)
@@ -407,8 +420,9 @@ BY_HOPS = {"dispatcher": "mpmoe", "way": "hops", "partitions": 2}
         {"ahead": 0, "resident_layers": 1},
         {"ahead": 1, "sizes": (2, 1)},
         *({"ahead": 0, "resident_layers": 1, **BY_HOPS, "memory_reuse": reuse} for reuse in ("none", "S1", "S4")),
+        {"ahead": 0, "resident_layers": 1, **BY_HOPS, "memory_reuse": "S1", "biases": True},
     ],
-    ids=["named", "by default", "in partitions", "offloaded", "recomputed"],
+    ids=["named", "by default", "in partitions", "offloaded", "recomputed", "offloaded, with biases"],
 )
 def test_experts_beyond_the_bound_are_gathered_again(ranks, settings):
     ranks.run(bounded, **settings)

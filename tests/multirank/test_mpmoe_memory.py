@@ -54,6 +54,24 @@ def test_saves_what_the_paper_says(ranks):
         assert copies * row_bytes <= host <= most * copies * row_bytes, strategy
 
 
+def held_by_hops() -> list[int]:
+    from tests.ranks.megatron import parallel
+    from tools.bench_memory import Shape, _settings, measure
+
+    world = dist.get_world_size()
+    with parallel(ep=world):
+        return [
+            measure(_settings(Shape(HIDDEN, FFN), TOKENS, world, "fp32", variant), world, rank_device())[0].held
+            for variant in ("mpmoe:1:hops", "mpmoe:8:hops")
+        ]
+
+
+def test_unequal_partitions_hold_no_more_than_their_own_rows(ranks):
+    """All take a buffer of their own, of which backward needs the experts' inputs; the largest has 1.2 of the mean."""
+    for whole, in_partitions in ranks.run(held_by_hops):
+        assert in_partitions <= whole
+
+
 def test_table():
     from tools.bench_memory import MemoryRow, MemoryUse, _table
 

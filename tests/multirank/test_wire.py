@@ -136,6 +136,9 @@ NEARLY = [
     ("expert-migration", {"wire": "bf16", "network_levels": (2, 2), "domain_sizes": (2, 1)}, {"ep": 4}, RECOMPUTE),
     ("expert-migration", {"wire": "fp8", "network_levels": (2,)}, {"ep": 2, "etp": 2}, {}),
     ("mpmoe", {"wire": "fp8", "partitions": 2, "way": "hops", "network_levels": (2, 2)}, {"ep": 4}, {}),
+    # No token hops:
+    ("expert-migration", {"wire": "bf16", "network_levels": (4,), "domain_sizes": (4,)}, {"ep": 4}, {}),
+    ("mpmoe", {"wire": "fp8", "partitions": 2, "way": "hops"}, {"ep": 1}, {}),
     *(
         (
             "mpmoe",

@@ -85,6 +85,16 @@ def test_extension_without_cuda_on_a_gpu(monkeypatch):
     assert "nvcc on PATH" in finding.mend and finding.required
 
 
+def test_extension_without_cuda_beside_a_pytorch_for_cuda(monkeypatch):
+    """As on a login node: the kernels are missing where jobs run, and nothing here tells."""
+    built = {"version": "0.1.0", "backend": "cpu", "cuda_archs": ""}
+    monkeypatch.setattr("megatron_moe_opt.kernels.extension.build_info", lambda: built)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    finding = _finding("extension")
+    assert finding.found == "version 0.1.0, backend cpu (no CUDA kernels)"
+    assert finding.mend.startswith("for GPUs: MOE_OPT_CUDA=ON pip install") and not finding.required
+
+
 def test_gpu_that_pytorch_does_not_see(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/bin/{tool}")

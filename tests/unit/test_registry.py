@@ -374,7 +374,7 @@ def test_a_refusal_that_megatron_raises_again_is_said_as_it_was():
 
 def test_every_option_says_who_reads_it():
     for field in dataclasses.fields(Options):
-        assert bool(checks.readers(field.name)) == (field.name not in {"telemetry", "expert_order"})
+        assert bool(checks.readers(field.name)) == (field.name != "telemetry")
         assert field.metadata["flag"] in options_help()
 
 

@@ -100,7 +100,7 @@ class Hops:
     num_tokens: int
     """The number of this rank's tokens."""
     etp: ProcessGroup | None = None
-    """The expert-TP group; None where experts are whole."""
+    """The expert-TP group, of one rank where experts are whole; None: there is none."""
     tp: ProcessGroup | None = None
     """The group whose ranks have shared out these tokens, and get back all of them; None: they are this rank's own."""
     copies: dict[int, RowMap] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class Hops:
     def unsort(self, here: AtExperts[HopPlan]) -> Steps:
         """Returns the steps that put outputs or gradients in the order in which their rows arrived."""
         tokens, probs, layout = here.tokens, here.probs, here.layout
-        target = layout if here.plan.hops or self.etp is not None else layout.at_source
+        target = layout if here.plan.hops or _size(self.etp) > 1 else layout.at_source
 
         def add() -> None:
             layout.at_experts.sum_rows(tokens, self.held, here.rows, target)

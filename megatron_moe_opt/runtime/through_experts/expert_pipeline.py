@@ -42,7 +42,7 @@ from megatron_moe_opt.schedules.mpmoe import (
     place_of,
 )
 from megatron_moe_opt.schedules.pipeline import Stages, base_name
-from megatron_moe_opt.schedules.schedule import OF_SHARED_EXPERTS, Kind, Op, Outline
+from megatron_moe_opt.schedules.schedule import OF_SHARED_EXPERTS, Kind, MovingSchedule, Op, Outline
 
 _Computed = tuple[torch.Tensor, torch.Tensor | None]
 """The rows of a partition, and what their probabilities' lanes get."""
@@ -144,7 +144,8 @@ class _Pass:
         ]
         combined = self.layouts[OUTPUTS].at_source.empty_rows(self._num_returned, packed)
         rows = self._named("rows", packed)
-        buffers = self._buffers(rows | self._returning("combined", combined))
+        moving = self._schedule(mpmoe.forward_outline)
+        buffers = self._buffers(moving, rows | self._returning("combined", combined))
         outputs: dict[int, _Computed] = {}
 
         def compute(j: int, tokens: torch.Tensor) -> None:
@@ -168,7 +169,7 @@ class _Pass:
                 return steps.call(self.calls[j].offload_middle)
             return self._move(op, buffers, probs[j], lambda: outputs[j])
 
-        self._run(mpmoe.forward_outline, bind, packed.device)
+        self._run(moving, bind, packed.device)
         for call in self.calls[-how.middle_buffers :]:
             call.free_middle()
         if how.inputs is Restore.KEEP:
@@ -193,7 +194,8 @@ class _Pass:
             grad_packed = home.blank_rows(self._num_returned, grad_combined)
         # Else nobody wants the rows any more that have been communicated again: their gradients take their place.
         given |= self._returning("grad_rows", grad_packed, "grad_")
-        buffers, beside = self._buffers(given), STRATEGIES[self.strategy].middle_buffers
+        moving = self._schedule(mpmoe.backward_outline)
+        buffers, beside = self._buffers(moving, given), STRATEGIES[self.strategy].middle_buffers
         for call in self.calls[:beside]:
             call.make_room_for_middle()
         grads: dict[int, _Computed] = {}
@@ -233,7 +235,7 @@ class _Pass:
                 return steps.call(self.calls[j].fetch_middle)
             return self._move(op, buffers, None, lambda: grads[j])
 
-        self._run(mpmoe.backward_outline, bind, grad_combined.device)
+        self._run(moving, bind, grad_combined.device)
         return grad_packed, [total.value for total in of_parameters]
 
     def hand_over(self) -> list[torch.Tensor]:
@@ -298,8 +300,8 @@ class _Pass:
         if STRATEGIES[self.strategy].reuses:
             computed.pop(j - 1, None)
 
-    def _buffers(self, given: dict[str, torch.Tensor]) -> PartitionBuffers:
-        return PartitionBuffers(self.exchanges, self.layouts, given)
+    def _buffers(self, moving: MovingSchedule, given: dict[str, torch.Tensor]) -> PartitionBuffers:
+        return PartitionBuffers(self.exchanges, self.layouts, given, moving.schedule.chunks_of)
 
     def _named(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns this rank's own rows of each partition, by the buffers' names."""
@@ -319,12 +321,14 @@ class _Pass:
             named[f"{prefix}own.{j}"] = part.narrow(0, partition.own_place, partition.own)
         return named
 
-    def _run(
-        self, outline: Callable[[str, int, Stages, bool], Outline], bind: Callable[[Op], Steps], device: torch.device
-    ) -> None:
-        """Runs all ops of one direction."""
+    def _schedule(self, outline: Callable[[str, int, Stages, bool], Outline]) -> MovingSchedule:
+        """Returns the schedule of one direction."""
         shape = self.strategy, len(self.partitions), self.exchanges[0].way.stages, self.shared is not None
-        schedule, sized = outline(*shape).moving(self._moved)
+        return outline(*shape).moving(self._moved)
+
+    def _run(self, moving: MovingSchedule, bind: Callable[[Op], Steps], device: torch.device) -> None:
+        """Runs all ops of one direction."""
+        schedule, sized = moving
         executor(device).run(schedule, [bind(op) for op in schedule.ops], sized=sized)
 
     def _moved(self) -> list[Moved]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from megatron_moe_opt.schedules.pipeline import base_name
 
 class PartitionBuffers:
     """Finds a buffer's tensor: the one that was given for it, or one made at first use, large
-    enough for every partition.
+    enough for each partition that uses it.
     """
 
     def __init__(
@@ -22,14 +22,16 @@ class PartitionBuffers:
         exchanges: Sequence[Exchange],
         layouts: Mapping[Move, Layout],
         given: Mapping[str, torch.Tensor],
+        users: Mapping[str, Collection[int]],
     ) -> None:
         """
         Args:
             exchanges: of each partition.
             layouts: of rows on their way.
             given: buffers that exist already, each of one partition.
+            users: the partitions that use each buffer.
         """
-        self._exchanges, self._layouts, self._given = exchanges, layouts, given
+        self._exchanges, self._layouts, self._given, self._users = exchanges, layouts, given, users
         self._like = next(iter(given.values()))
         self._counts: dict[str, list[int]] = {}
         """The rows of each partition in a buffer, by the buffer's name."""
@@ -53,5 +55,5 @@ class PartitionBuffers:
         if name not in self._made:
             layout = self._layouts[move]
             layout = layout.at_experts if of_way == "sorted" else layout
-            self._made[name] = layout.blank_rows(max(counts), self._like)
+            self._made[name] = layout.blank_rows(max(counts[user] for user in self._users[name]), self._like)
         return self._made[name].narrow(0, 0, counts[j])

@@ -56,6 +56,7 @@ class _Activation:
     output: Any
     """The output of the first product: a tensor until the experts have run, then as it was saved."""
     bias: Any
+    """What the first product returned beside; of a borrowed expert in the end its place, as it may be dropped."""
     version: int
     """The version of the output, which an operation in place changes."""
     blocks: list[_Block] = field(default_factory=list)
@@ -115,7 +116,7 @@ class SavedMiddle:
             yield
         if any(one.blocks for one in self._activations):
             for one in self._activations:
-                one.output = self._pack(one.output)
+                one.output, one.bias = self._pack(one.output), self._lent(one.bias)
         else:  # who checkpoints the experts saves elsewhere
             self._activations.clear()
 
@@ -187,8 +188,8 @@ class SavedMiddle:
         is_borrowed = self._borrowed is not None and self._borrowed.part(tensor) is not None
         return not is_borrowed and self._address(tensor) is not None and not self._is_input(tensor)
 
-    def unpack(self, saved: Any) -> torch.Tensor:
-        """Returns a tensor that was saved."""
+    def unpack(self, saved: Any) -> Any:
+        """Returns a tensor that was saved; what is none as it is."""
         if not isinstance(saved, _View):
             return saved if self._borrowed is None else self._borrowed.restore(saved)
         if saved.block is None:
@@ -198,11 +199,15 @@ class SavedMiddle:
             memory, first = saved.block.device[:num_bytes].view(saved.dtype), 0
         return torch.as_strided(memory, saved.shape, saved.stride, first + saved.offset)
 
+    def _lent(self, tensor: torch.Tensor | None) -> Any:
+        """Returns the place of a tensor that is a borrowed expert's, and any other as it is."""
+        part = None if self._borrowed is None or tensor is None else self._borrowed.part(tensor)
+        return tensor if part is None else part
+
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if self._borrowed is not None:
-            part = self._borrowed.part(tensor)
-            if part is not None:
-                return part
+        lent = self._lent(tensor)
+        if lent is not tensor:
+            return lent
         address, place = self._address(tensor), (tensor.dtype, tuple(tensor.shape), tensor.stride())
         if address is None:
             return tensor.detach()  # an output itself would keep the graph that saves it alive
@@ -276,7 +281,7 @@ class _Again:
             raise _other_tensors()
         output = self._saved.unpack(one.output).detach().requires_grad_()
         self._left, self._seen[_address_of(output)] = one.blocks or None, output
-        return output, one.bias
+        return output, self._saved.unpack(one.bias)
 
     def pack(self, tensor: torch.Tensor) -> None:
         """Puts what an operation saves in its place, if it is an activation's."""

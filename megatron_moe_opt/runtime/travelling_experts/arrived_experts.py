@@ -78,9 +78,9 @@ class _Part:
     stride: tuple[int, ...]
 
 
-def restore_part(part: torch.Tensor | _Part) -> torch.Tensor:
-    """Returns the tensor that was saved: where it was a part, in the experts as they are now."""
-    if isinstance(part, torch.Tensor):
+def restore_part(part: Any) -> Any:
+    """Returns what was saved: where it was a part, the tensor in the experts as they are now."""
+    if not isinstance(part, _Part):
         return part
     experts = part.arrived.experts()
     return experts.as_strided(part.size, part.stride, experts.storage_offset() + part.first)
