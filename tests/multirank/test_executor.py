@@ -236,7 +236,10 @@ def leave(rank_that_dies: int) -> None:
 
     group = dist.new_group(timeout=timedelta(hours=1))  # longer than the others may take
     dist.barrier()  # all are connected
-    if dist.get_rank() == rank_that_dies:
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"behind the barrier: {dist.get_rank()}", "")
+    if dist.get_rank() == rank_that_dies:  # not before, for others would find it gone in the barrier
+        store.wait([f"behind the barrier: {rank}" for rank in range(dist.get_world_size())])
         os._exit(3)
     rows, gathered = torch.zeros(1, 3), torch.zeros(4, 3)
     op = Op(Kind.ALL_TO_ALL, Lane.INTER, 0, group="ep")

@@ -145,7 +145,8 @@ class _Pass:
         combined = self.layouts[OUTPUTS].at_source.empty_rows(self._num_returned, packed)
         rows = self._named("rows", packed)
         moving = self._schedule(mpmoe.forward_outline)
-        buffers = self._buffers(moving, rows | self._returning("combined", combined))
+        given = rows | self._returning("combined", combined)
+        buffers = PartitionBuffers(self.exchanges, self.layouts, given, moving.schedule.chunks_of)
         outputs: dict[int, _Computed] = {}
 
         def compute(j: int, tokens: torch.Tensor) -> None:
@@ -195,7 +196,8 @@ class _Pass:
         # Else nobody wants the rows any more that have been communicated again: their gradients take their place.
         given |= self._returning("grad_rows", grad_packed, "grad_")
         moving = self._schedule(mpmoe.backward_outline)
-        buffers, beside = self._buffers(moving, given), STRATEGIES[self.strategy].middle_buffers
+        buffers = PartitionBuffers(self.exchanges, self.layouts, given, moving.schedule.chunks_of)
+        beside = STRATEGIES[self.strategy].middle_buffers
         for call in self.calls[:beside]:
             call.make_room_for_middle()
         grads: dict[int, _Computed] = {}
@@ -299,9 +301,6 @@ class _Pass:
         """
         if STRATEGIES[self.strategy].reuses:
             computed.pop(j - 1, None)
-
-    def _buffers(self, moving: MovingSchedule, given: dict[str, torch.Tensor]) -> PartitionBuffers:
-        return PartitionBuffers(self.exchanges, self.layouts, given, moving.schedule.chunks_of)
 
     def _named(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns this rank's own rows of each partition, by the buffers' names."""

@@ -55,5 +55,5 @@ class PartitionBuffers:
         if name not in self._made:
             layout = self._layouts[move]
             layout = layout.at_experts if of_way == "sorted" else layout
-            self._made[name] = layout.blank_rows(max(counts[user] for user in self._users[name]), self._like)
+            self._made[name] = layout.blank_rows(max(map(counts.__getitem__, self._users[name])), self._like)
         return self._made[name].narrow(0, 0, counts[j])
