@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby
 from math import prod
 
 from megatron_moe_opt.planning.costs.cluster import OURS
@@ -108,37 +107,52 @@ class PartitionedLayer:
         """
         costs, how = layer.converting(self.costs), STRATEGIES[self.strategy]
         again = {
-            Restore.RECOMPUTE: (Kind.COMPUTE, self.row.token),
-            Restore.OFFLOAD: (Kind.ACTIVATE, self.row.activations),
+            Restore.RECOMPUTE: (Kind.COMPUTE, Lane.COMPUTE, self.row.token),
+            Restore.OFFLOAD: (Kind.ACTIVATE, Lane.COMPUTE, self.row.activations),
         }.get(how.middle)
         saved = ((how.inputs, self.row.token), (how.middle, self.row.middle))
+        # Alike are all, or all but those at the ends: a planner asks for bounds by the ten thousand.
+        runs = [(part, sum(1 for _ in alike)) for part, alike in groupby(self.parts)]
 
-        def of_experts(kind: Kind, lane: Lane, size: int, parts: Sequence[Partition]) -> float:
-            return sum(costs(Op(kind, lane, size=part.gathered * size)) for part in parts)
+        def of_experts(kind: Kind, lane: Lane, size: int, part: Partition) -> float:
+            return costs(Op(kind, lane, size=part.gathered * size))
 
-        def on_the_way(stages: Sequence[Stage], size: int, parts: Sequence[Partition]) -> Counter[Lane]:
-            busy: Counter[Lane] = Counter()
-            for one, part in product(stages, parts):
-                busy[one.lane] += costs(Op(one.kind, one.lane, size=one.size(part.bytes(size)), group=one.group))
-            return busy
+        def of_all(kind: Kind, lane: Lane, size: int) -> float:
+            return sum(number * of_experts(kind, lane, size, part) for part, number in runs)
 
-        first, last, later = self.parts[:1], self.parts[-1:], self.parts[1:]
+        def on_the_way(stages: Sequence[Stage], size: int) -> list[dict[Lane, float]]:
+            """Returns for how long one partition of each run keeps lanes busy."""
+            found = []
+            for rows in (part.bytes(size) for part, _ in runs):
+                busy: dict[Lane, float] = {}
+                for one in stages:
+                    seconds = costs(Op(one.kind, one.lane, size=one.size(rows), group=one.group))
+                    busy[one.lane] = busy.get(one.lane, 0.0) + seconds
+                found.append(busy)
+            return found
+
         least = layer.local_timeline(OURS, self.own).seconds
         for kind, out, back, host in (
             (Kind.COMPUTE, INPUTS, OUTPUTS, (Kind.OFFLOAD, Lane.D2H)),
             (Kind.GRADIENT, OUTPUT_GRADIENTS, INPUT_GRADIENTS, (Kind.PREFETCH, Lane.H2D)),
         ):
-            there, home = (self.stages.out(), self.row.of(out)), (self.stages.back(), self.row.of(back))
-            computed = of_experts(kind, Lane.COMPUTE, self.row.token, self.parts)
+            computed = of_all(kind, Lane.COMPUTE, self.row.token)
             if kind is Kind.GRADIENT and again is not None:  # the first one before gradients have arrived
-                computed += of_experts(again[0], Lane.COMPUTE, again[1], later)
-            edges = sum((on_the_way(*there, first) + on_the_way(*home, last)).values())
+                computed += of_all(*again) - of_experts(*again, self.parts[0])
+            there = on_the_way(self.stages.out(), self.row.of(out))
+            home = on_the_way(self.stages.back(), self.row.of(back))
+            edges = sum(there[0].values()) + sum(home[-1].values())
             offloaded = (size for restore, size in saved if restore is Restore.OFFLOAD)
-            bounds = [computed + edges, sum(of_experts(*host, size, self.parts) for size in offloaded)]
-            for lane, busy in (on_the_way(*there, self.parts) + on_the_way(*home, self.parts)).items():
+            bounds = [computed + edges, sum(of_all(*host, size) for size in offloaded)]
+            total: dict[Lane, float] = {}
+            for of_runs in (there, home):
+                for busy, (_, number) in zip(of_runs, runs, strict=True):
+                    for lane, seconds in busy.items():
+                        total[lane] = total.get(lane, 0.0) + number * seconds
+            for lane, seconds in total.items():
                 lost, lost_to_it = (1 - rate for rate in layer.best_rates(lane))
-                bounds.append(busy + lost * computed)
-                bounds.append(computed + edges + lost_to_it * max(busy - edges, 0.0))
+                bounds.append(seconds + lost * computed)
+                bounds.append(computed + edges + lost_to_it * max(seconds - edges, 0.0))
             least += max(bounds)
         return least * (1 - 1e-9)  # other sums are rounded otherwise
 
