@@ -134,7 +134,7 @@ def measure(
         of_size = dataclasses.replace(settings, tokens=count)
         of_size = dataclasses.replace(of_size, dispatchers=chooser.measured(of_size, ep, device))
         allowed = chooser.allowed(of_size, ep)
-        layers = layers_under_test(of_size, ep, device, permute_fusion=False)
+        layers = layers_under_test(of_size, ep, device)
         rounds = time_rounds(layers, of_size, device)
         seconds = {name: statistics.median(times) for name, times in rounds.items()}
         judged = {name: rounds[name] for name in allowed}

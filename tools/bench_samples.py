@@ -233,7 +233,7 @@ def _config(dispatcher: str, settings: SampleSettings, trace: RoutingTrace) -> A
     layer = LayerSettings((dispatcher,), length, settings.hidden, ffn, trace.num_experts, topk, dtype=settings.dtype)
     changes = {"num_layers": layers, "hidden_dropout": 0.0, "attention_dropout": 0.0, "num_attention_heads": heads}
     changes |= {"moe_enable_routing_replay": False}
-    return layer_config(layer, dispatcher, dist.get_world_size(), permute_fusion=False, **changes)
+    return layer_config(layer, dispatcher, dist.get_world_size(), **changes)
 
 
 def _decided_share(settings: SampleSettings, trace: RoutingTrace, nodes: NodeMap) -> float:

@@ -207,11 +207,6 @@ def check_travelling(config: Any, options: MigrationOptions, sizes: str) -> None
                 f"{kept} --calculate-per-token-loss divides each step's by its own number of tokens: drop one of them"
             )
     travels = f"{PREFIX}domain-sizes {sizes} has experts travel, and"
-    if config.gradient_accumulation_fusion:
-        raise ConfigurationError(
-            f"{travels} gradients of travelling experts have no main_grad to be added to: give "
-            "--no-gradient-accumulation-fusion, or take domain size 1"
-        )
     flag = quantization(config) or given_flag(config, "--delay-wgrad-compute", "--use-transformer-engine-op-fuser")
     if flag is not None:
         raise ConfigurationError(

@@ -152,7 +152,7 @@ def _differ():
     try:
         model_parallel_cuda_manual_seed(1)
         settings = _settings(dispatchers=("monta", "monta:fp8"))
-        layers = layers_under_test(settings, ep=4, device=rank_device(), permute_fusion=False)
+        layers = layers_under_test(settings, ep=4, device=rank_device())
         found = _differences(layers, "alltoall", tolerance=1e-6)
         assert found.keys() == {"alltoall", "monta", "monta:fp8"} and 1e-3 < max(found["monta:fp8"]) < 0.1
         if dist.get_rank() == 3:
@@ -181,7 +181,7 @@ def _gradients():
     try:
         model_parallel_cuda_manual_seed(1)
         settings = _settings(dispatchers=(), routing="one-hot-expert", topk=1, experts=4)
-        under_test = layers_under_test(settings, ep=4, device=rank_device(), permute_fusion=False)["alltoall"]
+        under_test = layers_under_test(settings, ep=4, device=rank_device())["alltoall"]
         under_test.results()
         router, (expert, *_) = under_test.layer.router.weight, under_test.layer.experts.parameters()
         assert router.grad.abs().sum() > 0
@@ -292,5 +292,5 @@ def test_flex_is_refused_where_it_cannot_run_and_built_as_named_where_it_can(mon
     monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=object))
     assert check(_settings(dispatchers=("flex",))) is None
     assert "HybridEP, the hybrid-ep branch of DeepEP is not installed" in refusal("flex:hybridep")
-    config = layer_config(_settings(), "flex:hybridep", 4, permute_fusion=False)
+    config = layer_config(_settings(), "flex:hybridep", 4)
     assert (config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend) == ("flex", "hybridep")

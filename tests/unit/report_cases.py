@@ -132,7 +132,8 @@ def made_report(**changes: object) -> LayerReport:
         "threads of a rank": 1,
         "world size": 8,
         "ep": 2,
-        "stock permute fusion": False,
+        "moe_permute_fusion": False,
+        "moe_grouped_gemm": False,
         "netbox": {"NETBOX_INTER_BITS": "200000000"},
     }
     report = LayerReport(

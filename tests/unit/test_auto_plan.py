@@ -65,7 +65,7 @@ def planned(tmp_path: Path):
     ("variant", "overrides", "message"),
     [
         ("netmoe", {"fp32_residual_connection": True}, "runs netmoe: --fp32-residual-connection does not"),
-        ("expert-migration:8", {"gradient_accumulation_fusion": True}, "give --no-gradient-accumulation-fusion"),
+        ("expert-migration:8", {"quant_recipe": object()}, "keeps state of weights in the module that they leave"),
         ("parm:S2", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "drop one of the two"),
         ("parm:S2", DRAWN, "runs parm:S2: --moe-router-force-load-balancing has each rank of a TP group route"),
         ("alltoall", {"tensor_model_parallel_size": 2}, "stock Megatron does not train MoE layers under TP without"),
@@ -103,8 +103,8 @@ def test_runners_up_that_cannot_run_are_not_tried(planned):
     others = ["mpmoe:2:S1", "monta:O2x2", "alltoall"]
     assert tried(controller, (2, 4)) == (["parm:S2", "expert-migration:2x4", *others], "monta:O2x2")
     assert tried(controller, (8,)) == (["parm:S2", "expert-migration:8", *others], "monta:O2x2")
-    fused = planned("monta:O2x2", gradient_accumulation_fusion=True)
-    assert tried(fused, (8,)) == (["parm:S2", *others], "monta:O2x2")
+    quantized = planned("monta:O2x2", quant_recipe=object())
+    assert tried(quantized, (8,)) == (["parm:S2", *others[1:]], "monta:O2x2")
 
 
 def test_what_tp_ranks_would_route_differently_is_not_tried(planned):

@@ -155,9 +155,6 @@ def test_flags_of_the_choice(run, tmp_path, arguments, flags):
     line = output.splitlines()[-1]
     assert re.search(f"--moe-token-dispatcher-type {flags}$", line)
     assert ("--sequence-parallel" in line) == ("--tp" in arguments and "no-sequence-parallel" not in arguments)
-    options, _ = split_options(line.split())
-    if options.plan is None:
-        assert ("--no-gradient-accumulation-fusion" in line) == options.experts_may_travel
 
 
 LAYOUTS = "Layouts that fit, a training step of each"

@@ -187,13 +187,6 @@ def test_refuses_what_does_not_fit(name, fields, added, match):
         check(altered(name, *added, **fields))
 
 
-def test_refuses_experts_that_nobody_gathers_gradients_of():
-    recipe = read_recipe("hybridep_gpt_large")
-    kept = tuple(argument for argument in recipe.arguments if argument != "--no-gradient-accumulation-fusion")
-    with pytest.raises(ConfigurationError, match="main_grad"):
-        check(dataclasses.replace(recipe, arguments=kept))
-
-
 def test_refuses_what_is_no_recipe(tmp_path):
     with pytest.raises(ConfigurationError, match="choose one of deepseek_v3"):
         read_recipe("nonesuch")

@@ -146,8 +146,8 @@ def test_rows_to_all_shards_at_once_need_experts_that_are_cut():
         ({"domain_sizes": (2,), "way": "hops"}, {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2},
          "--expert-tensor-parallel-size 2 cuts experts, which do not travel in parts: set it to 1, or drop "
          "--moe-opt-domain-sizes 2"),
-        ({"domain_sizes": (2,), "way": "hops"}, {"gradient_accumulation_fusion": True}, "--moe-opt-domain-sizes 2 has "
-         "experts travel, and gradients of travelling experts have no main_grad to be added to"),
+        ({"domain_sizes": (2,), "way": "hops"}, {"quant_recipe": object()}, "--moe-opt-domain-sizes 2 has experts "
+         "travel, and --te-precision-config-file or --kitchen-config-file keeps state of weights in the module"),
         ({"domain_sizes": (2, 1)}, {}, "--moe-opt-domain-sizes 2,1 has experts travel between ranks to which tokens "
          "then do not hop, and rows do not hop at all: give --moe-opt-way hops, or drop it"),
         ({"domain_sizes": "auto", "profile": "p"}, {}, "--moe-opt-domain-sizes auto is not for "
@@ -203,8 +203,6 @@ def test_what_is_ours_is_no_method_of_the_layers_own():
          "cuts experts, which do not travel in parts under --moe-token-dispatcher-type expert-migration: set it to 1"),
         ((2, 1), {"quant_recipe": object()}, "--moe-opt-domain-sizes 2,1 has experts travel, and --te-precision-config-"
          "file or --kitchen-config-file keeps state of weights in the module that they leave: drop it"),
-        ((2, 1), {"gradient_accumulation_fusion": True}, "--moe-opt-domain-sizes 2,1 has experts travel, and gradients "
-         "of travelling experts have no main_grad to be added to: give --no-gradient-accumulation-fusion"),
     ],
 )  # fmt: skip
 def test_what_experts_cannot_travel_with_is_refused(sizes, settings, sentence):

@@ -276,7 +276,7 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
     settings, nodes = point.layer, cluster.world.nodes
     ep = settings.ep_size(len(nodes))
     with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
-        layers = layers_under_test(settings, ep, device, permute_fusion=False)
+        layers = layers_under_test(settings, ep, device)
         if FASTERMOE in point.variants:
             layers[FASTERMOE] = fastermoe_layer(settings, ep, device, point.links.ranks)
         seconds = time_rounds(layers, settings, device)

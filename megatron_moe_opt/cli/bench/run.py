@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from datetime import datetime, timezone
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_l
 from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport, print_report
 from megatron_moe_opt.cli.report.saved_report import write_report
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.measuring.layer_settings import STOCK, LayerSettings
+from megatron_moe_opt.integration.measuring.layer_settings import STOCK, LayerSettings, torch_dtype
 from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.measuring.timing import slowest, timed
 from megatron_moe_opt.integration.measuring.workloads import check_routing
@@ -114,12 +114,11 @@ def run(
         cluster: to predict the dispatchers' times by.
         record: then run RECORDED_STEPS more of each, whose ops are timed, and keep the median one.
     """
-    from megatron_moe_opt.integration.measuring.under_test import layers_under_test
+    from megatron_moe_opt.integration.measuring.under_test import fused, layers_under_test
 
     ep = settings.ep_size(dist.get_world_size())
     with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
-        permute_fusion = find_spec("transformer_engine") is not None  # stock's fastest permute is in there
-        layers = layers_under_test(settings, ep, device, permute_fusion)
+        layers = layers_under_test(settings, ep, device)
         nodes = discover_nodes()
         rates = measure_links(nodes, device)
         differences = _differences(layers, settings.baseline, TOLERANCE[settings.dtype])
@@ -141,7 +140,7 @@ def run(
         )  # fmt: skip
         for name in layers
     )
-    environment = _environment(ep, permute_fusion, device)
+    environment = _environment(ep, device, fused(torch_dtype(settings.dtype)))
     predicted = Predicted() if cluster is None else predict_layer(settings, ep, balance, nodes.node_of, cluster)
     return LayerReport(settings, environment, nodes, rates, results, balance, predicted, recorded)
 
@@ -215,8 +214,8 @@ def time_rounds(
     return dict(zip(layers, slowest(seconds[:, settings.warmup :], device), strict=True))
 
 
-def _environment(ep: int, permute_fusion: bool, device: torch.device) -> dict[str, Any]:
-    of_run = {"world size": dist.get_world_size(), "ep": ep, "stock permute fusion": permute_fusion}
+def _environment(ep: int, device: torch.device, with_fused: Mapping[str, bool]) -> dict[str, Any]:
+    of_run = {"world size": dist.get_world_size(), "ep": ep, **with_fused}
     of_machine = machine(device)
     started = {"date": datetime.now(timezone.utc).isoformat(" ", "seconds"), "host": of_machine.pop("name")}
     return started | software() | of_machine | of_run

@@ -158,8 +158,6 @@ def megatron_flags(case: Case, plan: Path | None) -> list[str]:
         sizes["--decoder-last-pipeline-num-layers"] = len(case.model.of_stage(site.layout, site.layout.pp - 1))
     flags += [part for flag, size in sizes.items() for part in (flag, str(size))]
     name, options = split_variant(case.chosen.variant, None)
-    if options.experts_may_travel:
-        flags.append("--no-gradient-accumulation-fusion")  # or training refuses them
     # A plan's runners-up may migrate experts where what is chosen does not.
     needs_levels = site.levels_named and (plan is not None or options.domain_sizes or HOPS in options.ways)
     if plan is not None:

@@ -94,7 +94,7 @@ def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | 
     """Returns the recorded step. A collective call over the world; the same answer on every rank."""
     from megatron_moe_opt.integration.measuring.under_test import layers_under_test
 
-    layer = layers_under_test(settings, ep, device, permute_fusion=False)[_variant(settings)]
+    layer = layers_under_test(settings, ep, device)[_variant(settings)]
     for _ in range(settings.warmup):
         layer.observed_step()
     recorded = record_step(layer, settings.steps, device, rank)

@@ -11,7 +11,8 @@ backward pass: it is called owner by owner.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -23,6 +24,8 @@ Parameters = Mapping[str, torch.Tensor]
 """The parameters of one owner's experts, by their names in the module."""
 
 _OF_EXPERT = re.compile(r"(weight|bias)(\d+)")
+_FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
+"""The attributes with which linear modules of Megatron and of Transformer Engine add gradients to main_grad."""
 
 
 def call_experts(
@@ -34,6 +37,9 @@ def call_experts(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the outputs [R, H] of all owners' experts, and the module's bias.
 
+    The gradients of this rank's own experts come through autograd too, also under gradient accumulation fusion: those
+    that other ranks return are added to them before Megatron adds their sum to main_grad.
+
     Args:
         experts: as Megatron builds it.
         of_owners: the parameters of the experts of each owner.
@@ -41,13 +47,14 @@ def call_experts(
         tokens_per_expert: int64 [owners * local experts], on the CPU.
         probs: [R].
     """
-    if _is_by_expert(experts):
-        return _with_all(experts, of_owners)(tokens, tokens_per_expert, probs)
-    of_owner = tokens_per_expert.view(len(of_owners), -1)
-    sizes = of_owner.sum(1).tolist()
-    parts = zip(of_owners, tokens.split(sizes), of_owner, probs.split(sizes), strict=True)
-    outputs, biases = zip(*(functional_call(experts, own, tuple(given)) for own, *given in parts), strict=True)
-    return torch.cat(outputs), biases[0]
+    with _without_fused_gradients(experts):
+        if _is_by_expert(experts):
+            return _with_all(experts, of_owners)(tokens, tokens_per_expert, probs)
+        of_owner = tokens_per_expert.view(len(of_owners), -1)
+        sizes = of_owner.sum(1).tolist()
+        parts = zip(of_owners, tokens.split(sizes), of_owner, probs.split(sizes), strict=True)
+        outputs, biases = zip(*(functional_call(experts, own, tuple(given)) for own, *given in parts), strict=True)
+        return torch.cat(outputs), biases[0]
 
 
 def stays_behind(experts: nn.Module) -> str | None:
@@ -58,6 +65,21 @@ def stays_behind(experts: nn.Module) -> str | None:
         return f"the buffer {name} of experts"
     each = getattr(experts, "local_experts", None)
     return None if each is None else next(map(str, hooks_of_others(each, "local_experts")), None)
+
+
+@contextmanager
+def _without_fused_gradients(experts: nn.Module) -> Iterator[None]:
+    """A forward pass in here has a backward pass that gives weights' gradients to autograd, and adds none to main_grad,
+    which other ranks' experts do not have here.
+    """
+    fused = [(module, name) for module in experts.modules() for name in _FUSED if vars(module).get(name)]
+    for module, name in fused:
+        setattr(module, name, False)
+    try:
+        yield
+    finally:
+        for module, name in fused:
+            setattr(module, name, True)
 
 
 def _is_by_expert(experts: nn.Module) -> bool:

@@ -20,7 +20,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 
 def build_layer(config: TransformerConfig, groups: Any = None) -> MoELayer:
-    """Returns the layer that Megatron's own specification without Transformer Engine describes, as layer 1.
+    """Returns the layer that Megatron's own specification describes, as layer 1: without Transformer Engine but for
+    grouped experts.
 
     Args:
         groups: a ProcessGroupCollection in the place of the groups that Megatron has made.
@@ -44,7 +45,7 @@ def build_block(config: TransformerConfig, is_whole: bool = False) -> Transforme
         pre_mlp_layernorm=WrappedTorchNorm, mlp=_moe_spec(config), mlp_bda=get_bias_dropout_add
     )
     if is_whole:
-        of_gpt = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm).submodules
+        of_gpt = get_gpt_layer_local_spec().submodules
         submodules = replace(
             submodules,
             input_layernorm=WrappedTorchNorm,
@@ -57,7 +58,9 @@ def build_block(config: TransformerConfig, is_whole: bool = False) -> Transforme
 
 def _moe_spec(config: TransformerConfig) -> Any:
     return get_moe_module_spec(
-        use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+        use_te=config.moe_grouped_gemm,  # which is in there
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
     )
 
 

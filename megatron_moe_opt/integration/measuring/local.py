@@ -37,7 +37,7 @@ def local_work(
     end = meter.elapsed() + seconds
     for size in sizes:
         tokens = rows.number(size, TOPK) // TOPK
-        layers = layers_under_test(_settings(rows, tokens, 1), 1, rows.device, permute_fusion=False, groups=alone)
+        layers = layers_under_test(_settings(rows, tokens, 1), 1, rows.device, alone)
         took = meter.calls([layers[name].step for name in DISPATCHERS.values()], end - meter.elapsed())
         for whose, of_one in zip(DISPATCHERS, took, strict=True):
             points[whose].append((tokens * TOPK * rows.bytes, of_one))
@@ -49,7 +49,7 @@ def local_work(
 def one_expert(rows: Rows, ffn_hidden: int, alone: Any) -> Experts:
     """Returns Megatron's own module with a single expert, in Megatron's groups of one rank, `alone`."""
     settings = replace(_settings(rows, 1, ffn_hidden), experts=1, topk=1)
-    experts = layer_under_test(settings, DISPATCHERS[STOCK], 1, rows.device, groups=alone).layer.experts
+    experts = layer_under_test(settings, DISPATCHERS[STOCK], 1, rows.device, alone).layer.experts
     # No expert is borrowed here: the parameters of other ranks' are none.
     return Experts(lambda tokens, counts, probs, _: experts(tokens, counts, probs)[0], tuple(experts.parameters()))
 

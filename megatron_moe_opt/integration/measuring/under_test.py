@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -31,12 +32,18 @@ from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.variants import FLEX, split_variant
 
 
-def layer_config(
-    settings: LayerSettings, variant: str, ep: int, permute_fusion: bool = False, **changes: Any
-) -> TransformerConfig:
-    """Returns Megatron's configuration of the layer.
+def fused(dtype: torch.dtype) -> dict[str, bool]:
+    """Returns the fields of Megatron's configuration by which a layer permutes rows and computes experts with
+    Transformer Engine, as most jobs on GPUs do: true where it is installed. Experts of float32 stay Megatron's own
+    SequentialMLP: products of Transformer Engine are TF32's.
+    """
+    is_here = torch.cuda.is_available() and find_spec("transformer_engine") is not None
+    return {"moe_permute_fusion": is_here, "moe_grouped_gemm": is_here and dtype is torch.bfloat16}
 
-    SequentialMLP experts (they run everywhere), no biases, no auxiliary loss, router in fp32, imposed routing.
+
+def layer_config(settings: LayerSettings, variant: str, ep: int, **changes: Any) -> TransformerConfig:
+    """Returns Megatron's configuration of the layer: no biases, no auxiliary loss, router in fp32, imposed routing, and
+    what is `fused`.
 
     Args:
         changes: fields of the configuration in the place of these.
@@ -60,10 +67,9 @@ def layer_config(
         moe_token_dispatcher_type=dispatcher,
         moe_expert_capacity_factor=settings.capacity_factor,
         moe_pad_expert_input_to_capacity=settings.pad_to_capacity,
-        moe_permute_fusion=permute_fusion,
         moe_shared_expert_intermediate_size=settings.shared_ffn_hidden,
         moe_shared_expert_overlap=settings.shared_ffn_hidden is not None,
-        moe_grouped_gemm=False,
+        **fused(dtype),
         add_bias_linear=False,
         bias_activation_fusion=False,
         tensor_model_parallel_size=settings.tp,
@@ -197,12 +203,12 @@ class ReturnTokens(torch.autograd.Function):
 
 
 def layers_under_test(
-    settings: LayerSettings, ep: int, device: torch.device, permute_fusion: bool, groups: Any = None
+    settings: LayerSettings, ep: int, device: torch.device, groups: Any = None
 ) -> dict[str, LayerUnderTest]:
     """Returns one layer for each dispatcher: same weights, input, routing and output gradient. Groups: see below."""
     layers: dict[str, LayerUnderTest] = {}
     for variant in settings.dispatchers:
-        layers[variant] = layer_under_test(settings, variant, ep, device, permute_fusion, groups=groups)
+        layers[variant] = layer_under_test(settings, variant, ep, device, groups)
         first = next(iter(layers.values())).layer
         layers[variant].layer.load_state_dict(first.state_dict())
     return layers
@@ -213,7 +219,6 @@ def layer_under_test(
     variant: str,
     ep: int,
     device: torch.device,
-    permute_fusion: bool = False,
     groups: Any = None,
 ) -> LayerUnderTest:
     """Returns the layer of a variant (see split_variant), ready for a step.
@@ -236,7 +241,7 @@ def layer_under_test(
     )
     dispatcher, options = split_variant(variant, settings.profile)
     register(options)
-    layer = build_layer(layer_config(settings, variant, ep, permute_fusion), groups)
+    layer = build_layer(layer_config(settings, variant, ep), groups)
     common = layer, tokens.requires_grad_(), output_grad
     if settings.dispatch_only:
         routing_map = torch.zeros(settings.tokens, settings.experts, dtype=torch.bool, device=device)

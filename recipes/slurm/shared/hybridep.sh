@@ -12,8 +12,6 @@ arguments+=(
     --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1
     --expert-model-parallel-size 32 --expert-tensor-parallel-size 1
     --micro-batch-size 16 --global-batch-size 512 --lr 1e-4 --min-lr 1e-5
-    # Gradients of experts that travelled are returned to their owners.
-    --no-gradient-accumulation-fusion
 )
 # Domains of 4 data centres and of 1 GPU inside: experts travel between the data centres, tokens inside them. Table VI's
 # Cluster-L at 24 MB of tokens and experts of 8 MB.
