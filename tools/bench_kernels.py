@@ -1,6 +1,7 @@
-"""Kernels against what is in use today: permute and unpermute against Megatron-Core's unfused ones, rows in wire
-formats against the same in the rows' dtype, copies of tokens that hop against PyTorch's index_select, the residual
-codec against PyTorch's operations, all against plain copies; and placing samples, see bench_placement.
+"""Kernels against what is in use today: permute and unpermute against Megatron-Core's, which are Transformer Engine's
+where that is installed beside a GPU, as the table says; rows in wire formats against the same in the rows' dtype;
+copies of tokens that hop against PyTorch's index_select; the residual codec against PyTorch's operations; all against
+plain copies; and placing samples, see bench_placement.
 
 All sides alternate in one process and find their memory warm: on CPU malloc is told to keep what is freed, because page
 faults would otherwise cost Megatron-Core several times its own work. Permute and unpermute run through autograd. The
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
@@ -32,6 +34,8 @@ from tools.devices import Device, check_device
 from tools.kernel_timing import DTYPES, Row, print_table, rows_of
 
 app = typer.Typer(pretty_exceptions_enable=False)
+
+FUSED = "Transformer Engine"
 
 
 @app.command()
@@ -83,7 +87,7 @@ def bench_kernels(
     common |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
     permute_settings = {"tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk}
     codec_settings = {"elements": elements, "kept": elements // keep_one_in}
-    print_table("permute / unpermute", "Megatron-Core", permute_rows, permute_settings | common)
+    print_table("permute / unpermute", stock_permute()[0], permute_rows, permute_settings | common)
     print_table("rows in wire formats", "without", wire_rows, permute_settings | common)
     print_table("tokens that hop", "index_select", hop_rows, permute_settings | common)
     print_table("residual codec", "PyTorch", codec_rows, codec_settings | common)
@@ -159,8 +163,6 @@ class Workload:
     def __init__(
         self, device: torch.device, tokens: int, hidden: int, experts: int, topk: int, dtype: str, seed: int
     ) -> None:
-        from megatron_moe_opt import kernels
-
         generator = torch.Generator().manual_seed(seed)
         chosen = torch.rand(tokens, experts, generator=generator).topk(topk).indices
         routing_map = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
@@ -175,7 +177,6 @@ class Workload:
         self.permuted = self._random(generator, self.num_rows).requires_grad_()
         self.grad_tokens = self._random(generator, tokens)
         self.grad_permuted = self._random(generator, self.num_rows)
-        self.sorted_indices = kernels.permute(self.tokens, self.routing_map, num_out_tokens=self.num_rows)[2]
         self.token_bytes = self.tokens.nbytes
         self.permuted_bytes = self.permuted.nbytes
 
@@ -186,13 +187,14 @@ class Workload:
     def operations(self, library: Any) -> dict[str, tuple[Callable[[], Any], int]]:
         """Returns name -> (what to time, bytes it must move) for a library with Megatron-Core's two functions."""
         once = self.token_bytes + self.permuted_bytes
+        indices = library.permute(self.tokens, self.routing_map, num_out_tokens=self.num_rows)[2]
 
         def permute() -> Any:
             return library.permute(self.tokens, self.routing_map, self.probs, num_out_tokens=self.num_rows)
 
         def unpermute(permuted: torch.Tensor, with_probs: bool) -> torch.Tensor:
             weights = (self.probs, self.routing_map) if with_probs else (None, None)
-            return library.unpermute(permuted, self.sorted_indices, self.shape, *weights)
+            return library.unpermute(permuted, indices, self.shape, *weights)
 
         def backward_of(output: torch.Tensor, inputs: list[torch.Tensor], grad: torch.Tensor) -> Callable[[], Any]:
             return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
@@ -245,8 +247,10 @@ class Workload:
         from megatron_moe_opt import kernels
 
         ours = self.operations(kernels) | self.own_operations()
-        library = megatron_moe_utils()
+        name, library = stock_permute()
         stock = {} if library is None else {op: run for op, (run, _) in self.operations(library).items()}
+        if name == FUSED:
+            stock["unpermute, map given"] = stock["unpermute"]  # which takes the map that its permute has made
         return rows_of(ours, stock, self.dtype, repeats, self.device)
 
     def measure_wire(self, repeats: int) -> list[Row]:
@@ -340,13 +344,20 @@ def keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, -1)  # -1: never
 
 
-def megatron_moe_utils() -> ModuleType | None:
-    """Returns the module with Megatron-Core's permute and unpermute, or None where it is not installed."""
+def stock_permute() -> tuple[str, Any]:
+    """Returns the name of what permutes in stock Megatron-Core here, and its two functions; None where Megatron-Core is
+    not installed.
+    """
     try:
         from megatron.core.transformer.moe import moe_utils
+
+        from megatron_moe_opt.integration.measuring.under_test import fused
     except ImportError:
-        return None
-    return moe_utils
+        return "Megatron-Core", None
+    if not fused(torch.float32)["moe_permute_fusion"]:
+        return "Megatron-Core", moe_utils
+    functions = (functools.partial(one, fused=True) for one in (moe_utils.permute, moe_utils.unpermute))
+    return FUSED, SimpleNamespace(**dict(zip(("permute", "unpermute"), functions, strict=True)))
 
 
 def device_name(device: Device) -> str:
