@@ -184,6 +184,7 @@ def _made_up():
             _disturbed_curve(meter, played, loads[Lane.COPY]),
             _bulge(meter, played, loads[Lane.COPY]),
             measured.curve(loads[Lane.COPY], (1, 2, 4), seconds=0.0, longest=90.0),
+            _latency(meter, played, loads[Lane.COPY]),
             *_disturbed_ends(meter, played, loads[Lane.COPY]),
         )
 
@@ -222,6 +223,15 @@ def _disturbed_curve(meter, played, load):
     return curve, measured.noise
 
 
+def _latency(meter, played, load):
+    """Measures where ops take 50 ms whatever their size, and the very first one 100 s."""
+    undisturbed, measurements = played.cost, count()
+    played.cost = lambda op: 0.05 + undisturbed(op) * 1e-3 + 100 * (next(measurements) == 0)
+    curve = meter.Meter(rank_device()).curve(load, (1, 2, 4, 8, 16, 32), seconds=2.0, longest=90.0)
+    played.cost = undisturbed
+    return curve
+
+
 def _bulge(meter, played, load):
     """Measures where every op takes 40 ms besides, and the first measurement of 20 bytes is
     disturbed: none is slower a byte.
@@ -237,7 +247,9 @@ def _bulge(meter, played, load):
 def test_measured_times_are_those_of_the_slowest_rank(ranks):
     answers = ranks.run(_made_up)
     assert all(answer == answers[0] for answer in answers)
-    pipeline, curve, long_ops, undisturbed, disturbed, (disturbed_curve, noise), bulge, hurried, *ends = answers[0]
+    pipeline, curve, long_ops, undisturbed, disturbed, (disturbed_curve, noise), bulge, hurried, latency, *ends = (
+        answers[0]
+    )
     late, lasting, whole = ends
     # 20 and 40 ms beside each other, and not until the 40 ms of the time before are over
     assert pipeline == ((30, pytest.approx(0.04)),)
@@ -250,6 +262,8 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
     assert [seconds for _, seconds in disturbed_curve] == pytest.approx([0.04, 0.04, 0.08])
     assert noise == pytest.approx(1.5)  # 10 took 0.1 s however often it was measured
     assert [size for size, _ in hurried] == [1, 2]  # one point would say nothing of larger sizes, whatever the time
+    # What does not depend on the size is not measured at every one, and a first call is not of the time
+    assert [size for size, _ in latency] == [1, 2, 16, 32]
     # What takes longer than the line between its neighbours is measured again
     assert [seconds for _, seconds in bulge] == pytest.approx([0.06, 0.08, 0.12])
     # The last size is measured again even when the time is up, and left out if that does not help: larger sizes follow

@@ -33,6 +33,10 @@ DIP = 0.1
 # A curve of one point says nothing of larger sizes: the second size is measured even when the time is up, unless its
 # ops would take longer than this together.
 SECOND_SIZE_SECONDS = 1.0
+# A size that takes less than FLAT times as long as the one before it shows what an op takes besides its bytes, as the
+# sizes up to LEAP times as large would: these are passed over, so that the time reaches those where bytes count.
+FLAT = 1.25
+LEAP = 8
 MOST_PIPELINES = 16  # of a run: each has buffers of its own
 MOST_BESIDE = 1000  # ops that keep another lane busy
 # What these ops take alone, over what the lane beside them needs alone: the least of these with which they outlast it.
@@ -137,17 +141,22 @@ class Meter:
         one_pace: bool = True,
     ) -> Points:
         """Returns the points of a curve. `time_of` measures a size, given how long it is expected to take; first of
-        all, once, it is given None.
+        all it is given None: once to warm up, which makes communicators and loads kernels and is not of the `seconds`,
+        and once to know what to expect.
         """
         points: list[tuple[int, float]] = []
+        time_of(sized_for(sizes[0]), None)
         end = self.elapsed() + seconds
         for size in sizes:
+            if _is_flat(points) and size < LEAP * points[-1][0] and size != sizes[-1]:
+                continue
             sized = sized_for(size)
             if points and sized.size <= points[-1][0]:
                 continue  # rounded up to the size before
             expected = points[-1][1] * sized.size / points[-1][0] if points else time_of(sized, None)
             may_be_late = len(points) == 1 and expected * LEAST_OPS <= SECOND_SIZE_SECONDS
-            if points and not may_be_late and self.elapsed() + expected * LEAST_OPS > end:
+            at_least = points[-1][1] if _is_flat(points) else expected
+            if points and not may_be_late and self.elapsed() + at_least * LEAST_OPS > end:
                 break
             took = time_of(sized, expected)
             for _ in range(MORE_OF_OUTLIERS):
@@ -272,6 +281,11 @@ def _without_dips(points: Sequence[tuple[int, float]], one_pace: bool = True) ->
         least = min(least, seconds)
         smooth[index] = size, least
     return tuple(smooth)
+
+
+def _is_flat(points: Sequence[tuple[int, float]]) -> bool:
+    """Whether the last size took about as long as the one before it."""
+    return len(points) > 1 and points[-1][1] < FLAT * points[-2][1]
 
 
 def _between(points: Sequence[tuple[int, float]], index: int) -> float:
