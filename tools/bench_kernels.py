@@ -59,7 +59,7 @@ def bench_kernels(
         ),
     ] = None,
 ) -> None:
-    """Permute and unpermute against Megatron-Core's unfused ones, the residual codec against PyTorch's operations, both
+    """Permute and unpermute against Megatron-Core's, the residual codec against PyTorch's operations, both
     against plain copies; placing samples against scipy and PyTorch, at fixed sizes. In one process.
     """
     names = dtypes.split(",")
@@ -83,11 +83,12 @@ def bench_kernels(
         wire_rows += workload.measure_wire(repeats)
         hop_rows += workload.measure_hops(repeats)
         codec_rows += CodecWorkload(where, elements, elements // keep_one_in, name, seed).measure(repeats)
-    common = {"device": device_name(device), "repeats": repeats, "seed": seed}
+    name_of_stock, _ = stock_permute(where)
+    common = {"device": device_name(device), "repeats": repeats, "seed": seed, "stock": name_of_stock}
     common |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
     permute_settings = {"tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk}
     codec_settings = {"elements": elements, "kept": elements // keep_one_in}
-    print_table("permute / unpermute", stock_permute()[0], permute_rows, permute_settings | common)
+    print_table("permute / unpermute", name_of_stock, permute_rows, permute_settings | common)
     print_table("rows in wire formats", "without", wire_rows, permute_settings | common)
     print_table("tokens that hop", "index_select", hop_rows, permute_settings | common)
     print_table("residual codec", "PyTorch", codec_rows, codec_settings | common)
@@ -247,7 +248,7 @@ class Workload:
         from megatron_moe_opt import kernels
 
         ours = self.operations(kernels) | self.own_operations()
-        name, library = stock_permute()
+        name, library = stock_permute(self.device)
         stock = {} if library is None else {op: run for op, (run, _) in self.operations(library).items()}
         if name == FUSED:
             stock["unpermute, map given"] = stock["unpermute"]  # which takes the map that its permute has made
@@ -344,17 +345,17 @@ def keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, -1)  # -1: never
 
 
-def stock_permute() -> tuple[str, Any]:
-    """Returns the name of what permutes in stock Megatron-Core here, and its two functions; None where Megatron-Core is
-    not installed.
+def stock_permute(device: torch.device) -> tuple[str, Any]:
+    """Returns the name of what permutes in stock Megatron-Core on a device, and its two functions; None where
+    Megatron-Core is not installed.
     """
     try:
         from megatron.core.transformer.moe import moe_utils
-
-        from megatron_moe_opt.integration.measuring.under_test import fused
     except ImportError:
         return "Megatron-Core", None
-    if not fused(torch.float32)["moe_permute_fusion"]:
+    from megatron_moe_opt.integration.measuring.under_test import fused
+
+    if device.type != "cuda" or not fused(torch.float32)["moe_permute_fusion"]:
         return "Megatron-Core", moe_utils
     functions = (functools.partial(one, fused=True) for one in (moe_utils.permute, moe_utils.unpermute))
     return FUSED, SimpleNamespace(**dict(zip(("permute", "unpermute"), functions, strict=True)))

@@ -62,14 +62,19 @@ OTHER_DRAWS = ("netmoe",)
 FP32, HALF = 1e-5, 5e-3
 """The most that a loss may be off, relatively: another order of sums. More in half precision, and where tokens drop."""
 
+WITHOUT_LIBRARIES = (
+    "--transformer-impl local --no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion"
+    " --no-masked-softmax-fusion --no-bias-swiglu-fusion"
+)
+"""What Megatron needs where neither Transformer Engine nor Apex is installed."""
+
 BASE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
     " --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0"
     " --attention-dropout 0 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --micro-batch-size 1"
     " --global-batch-size 4 {length} --split 9,1,0 --eval-iters 0"
     " --eval-interval 1000 --log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 256 --num-workers 0"
-    " --transformer-impl local --no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion"
-    " --no-masked-softmax-fusion --no-bias-swiglu-fusion --distributed-timeout-minutes 2 --seed 1"
+    f" --distributed-timeout-minutes 2 --seed 1 {WITHOUT_LIBRARIES}"
 )
 
 

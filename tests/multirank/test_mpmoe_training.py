@@ -44,7 +44,7 @@ def test_losses_are_stock(ranks, layout, settings, strategy, way):
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-5, atol=0)
 
 
-def gradients_that_arrive(dispatcher: str, options: Options) -> tuple[set[int], list[float]]:
+def gradients_that_arrive(dispatcher: str, options: Options, grouped: bool) -> tuple[set[int], list[float]]:
     """How often each expert weight gets a gradient in a backward pass, and how far the gradients are from stock's.
 
     With gradient accumulation fusion a weight's GEMM adds to main_grad itself, here in plain PyTorch. What comes
@@ -53,7 +53,8 @@ def gradients_that_arrive(dispatcher: str, options: Options) -> tuple[set[int], 
     from megatron.core.tensor_parallel import layers
 
     import megatron_moe_opt
-    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer import moe_layer
+    from tests.ranks.grouped_experts import with_grouped_experts
     from tests.ranks.megatron import moe_config, parallel
 
     def add(rows: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -71,12 +72,16 @@ def gradients_that_arrive(dispatcher: str, options: Options) -> tuple[set[int], 
         arrived.update([name] * counts)
 
     found: list[dict[str, torch.Tensor]] = []
+    spec = moe_layer._moe_spec
     try:
-        with parallel(ep=4):
+        with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+            if grouped:
+                patch.setattr(moe_layer, "_moe_spec", lambda config: with_grouped_experts(spec(config)))
             state = None
             for chosen in ("alltoall", dispatcher):
                 megatron_moe_opt.register(options if found else None)
-                layer = build_layer(moe_config(moe_token_dispatcher_type=chosen, gradient_accumulation_fusion=True))
+                config = moe_config(moe_token_dispatcher_type=chosen, gradient_accumulation_fusion=True)
+                layer = moe_layer.build_layer(config)
                 state = state or layer.state_dict()
                 layer.load_state_dict(state)
                 weights = dict(layer.experts.named_parameters())
@@ -98,6 +103,7 @@ def gradients_that_arrive(dispatcher: str, options: Options) -> tuple[set[int], 
 TRAVELLING = {"network_levels": (4,), "domain_sizes": (4,)}
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(
     ("dispatcher", "options"),
     [
@@ -106,8 +112,9 @@ TRAVELLING = {"network_levels": (4,), "domain_sizes": (4,)}
         ("mpmoe", {"partitions": 2, "way": "hops"} | TRAVELLING),
     ],
 )
-def test_fused_gradients_arrive_once_a_pass(ranks, dispatcher, options):
-    for times, errors in ranks.run(gradients_that_arrive, dispatcher=dispatcher, options=Options(**options)):
+def test_fused_gradients_arrive_once_a_pass(ranks, dispatcher, options, grouped):
+    options = Options(**options)
+    for times, errors in ranks.run(gradients_that_arrive, dispatcher=dispatcher, options=options, grouped=grouped):
         assert times == {2}  # of two micro-batches
         assert max(errors) < 1e-6
 

@@ -227,7 +227,7 @@ def _latency(meter, played, load):
     """Measures where ops take 50 ms whatever their size, and the very first one 100 s."""
     undisturbed, measurements = played.cost, count()
     played.cost = lambda op: 0.05 + undisturbed(op) * 1e-3 + 100 * (next(measurements) == 0)
-    curve = meter.Meter(rank_device()).curve(load, (1, 2, 4, 8, 16, 32), seconds=2.0, longest=90.0)
+    curve = meter.Meter(rank_device()).curve(load, (1, 2, 4, 8, 16, 32), seconds=8.0, longest=90.0)
     played.cost = undisturbed
     return curve
 
@@ -315,7 +315,7 @@ def _partition_overhead(hidden: int, step: float) -> tuple[list[int], int, float
         patch.setattr(moe_layer, "layer_under_test", layer_under_test)
         patch.setattr(profile_partitions, "LayerOnCluster", lambda *_: None)
         patch.setattr(profile_partitions, "candidate", lambda *_: SimpleNamespace(terms={}))
-        found = profile_partitions.partition_overhead(cluster, 1, hidden, 1024, "fp32", rank_device(), 0.1)
+        found = profile_partitions.partition_overhead(cluster, 1, hidden, 1024, "fp32", rank_device(), 0.1, {})
     return built, len(steps), found
 
 

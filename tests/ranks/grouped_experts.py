@@ -17,9 +17,17 @@ class GroupedLinear(torch.nn.Module):
     """
 
     def __init__(
-        self, num_gemms: int, inputs: int, outputs: int, *, init_method: Callable[[torch.Tensor], Any], **_: Any
+        self,
+        num_gemms: int,
+        inputs: int,
+        outputs: int,
+        *,
+        config: Any,
+        init_method: Callable[[torch.Tensor], Any],
+        **_: Any,
     ) -> None:
         super().__init__()
+        self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
         self.num_gemms, self.calls = num_gemms, []
         for number in range(num_gemms):
             self.register_parameter(f"weight{number}", torch.nn.Parameter(torch.empty(outputs, inputs)))
@@ -31,8 +39,29 @@ class GroupedLinear(torch.nn.Module):
         self.calls.append(m_splits)
         assert not any(getattr(self, f"bias{number}").numel() for number in range(self.num_gemms))
         weights = (getattr(self, f"weight{number}") for number in range(self.num_gemms))
-        parts = (part @ weight.t() for part, weight in zip(rows.split(m_splits), weights, strict=True))
-        return torch.cat([*parts]), None
+        product = _Fused.apply if self.fuse_wgrad_accumulation else _product
+        return torch.cat([*map(product, rows.split(m_splits), weights)]), None
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return rows @ weight.t()
+
+
+class _Fused(torch.autograd.Function):
+    """A product whose weight's gradient is added to main_grad: autograd gets one of no meaning in its place."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.weight, ctx.main_grad = weight, weight.main_grad
+        return _product(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, weight = ctx.saved_tensors
+        ctx.main_grad += grad.t() @ rows
+        ctx.weight.grad_added_to_main_grad = True
+        return grad @ weight, torch.full_like(weight, 1e9)
 
 
 def with_grouped_experts(spec: Any) -> Any:

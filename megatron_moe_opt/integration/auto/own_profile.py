@@ -66,7 +66,9 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
     layer = max(workloads, key=lambda one: (one.hidden * one.ffn, one.experts))
     # Rows of half precision are as long, and computed as fast, in either type.
     dtype = "fp32" if config.params_dtype is torch.float32 else "bf16"
-    sizes = Sizes(layer.hidden, layer.ffn * layer.etp, dtype, layer.workers)
+    is_grouped = config.moe_grouped_gemm and not getattr(config, "moe_use_legacy_grouped_gemm", False)
+    fused = {"moe_permute_fusion": config.moe_permute_fusion, "moe_grouped_gemm": is_grouped}
+    sizes = Sizes(layer.hidden, layer.ffn * layer.etp, dtype, layer.workers, fused=fused)
     device = device_of(dist.group.WORLD)
     room = room_beside(device, number := num_domain_groups(sizes.workers))
     if room is not None and room < 0:  # a rank that ran out of memory would leave the others in a collective
@@ -122,6 +124,7 @@ def facts_of_run(sizes: Sizes, layer: LayerWorkload, device: torch.device) -> di
         TYPE: sizes.dtype,
         "--moe-router-topk": layer.topk,
         "--num-experts": layer.experts,
+        **{f"--{name.replace('_', '-')}": str(is_on) for name, is_on in sizes.fused.items()},
         "levels of the network": ",".join(map(str, sizes.workers)) or "none",
         **of_machine,
         **(gpu_settings() if device.type == "cuda" else {}),

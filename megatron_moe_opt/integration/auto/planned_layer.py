@@ -130,6 +130,11 @@ class PlannedLayer:
         self.layer.token_dispatcher, compute = self._built[variant]
         LayerSeam(self.layer).put(LayerSlot.EXPERTS, compute)
         self.current = variant
+        # With --cuda-graph-impl transformer_engine Megatron does not forget, from step to step, that a GEMM adds to a
+        # weight's main_grad itself. Where experts travel none does, and their gradients would be passed over.
+        for weight in self.layer.experts.parameters():
+            if hasattr(weight, "grad_added_to_main_grad"):
+                weight.grad_added_to_main_grad = False
 
     def _see_tokens(self, layer: Any, inputs: tuple[Any, ...]) -> None:
         needs_as_many = needs_as_many_tokens(layer.config, self.current)

@@ -69,17 +69,18 @@ def stays_behind(experts: nn.Module) -> str | None:
 
 @contextmanager
 def _without_fused_gradients(experts: nn.Module) -> Iterator[None]:
-    """A forward pass in here has a backward pass that gives weights' gradients to autograd, and adds none to main_grad,
-    which other ranks' experts do not have here.
+    """Has forward passes in here give weights' gradients to autograd in their backward passes: other ranks' experts
+    have no main_grad here, to which a GEMM could add them.
     """
-    fused = [(module, name) for module in experts.modules() for name in _FUSED if vars(module).get(name)]
-    for module, name in fused:
+    settings = ((module, name, vars(module).get(name)) for module in experts.modules() for name in _FUSED)
+    fused = [setting for setting in settings if setting[2]]
+    for module, name, _ in fused:
         setattr(module, name, False)
     try:
         yield
     finally:
-        for module, name in fused:
-            setattr(module, name, True)
+        for module, name, value in fused:
+            setattr(module, name, value)
 
 
 def _is_by_expert(experts: nn.Module) -> bool:

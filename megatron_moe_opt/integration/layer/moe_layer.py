@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 
 def build_layer(config: TransformerConfig, groups: Any = None) -> MoELayer:
-    """Returns the layer that Megatron's own specification describes, as layer 1: without Transformer Engine but for
-    grouped experts.
+    """Returns the layer that Megatron's own specification describes, as layer 1: with Transformer Engine where experts
+    are grouped.
 
     Args:
         groups: a ProcessGroupCollection in the place of the groups that Megatron has made.
@@ -58,7 +58,7 @@ def build_block(config: TransformerConfig, is_whole: bool = False) -> Transforme
 
 def _moe_spec(config: TransformerConfig) -> Any:
     return get_moe_module_spec(
-        use_te=config.moe_grouped_gemm,  # which is in there
+        use_te=config.moe_grouped_gemm,  # grouped experts are Transformer Engine's
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
     )

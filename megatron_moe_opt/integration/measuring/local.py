@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,39 +22,49 @@ EXPERTS, TOPK = 8, 2
 
 
 def local_work(
-    rows: Rows, meter: Meter, sizes: Sequence[int], longest: float, alone: Any, seconds: float
+    rows: Rows,
+    meter: Meter,
+    sizes: Sequence[int],
+    longest: float,
+    alone: Any,
+    seconds: float,
+    fused: Mapping[str, bool],
 ) -> dict[str, Points]:
     """Returns what dispatch and combine, forward and backward, take in layers whose experts are all on their rank, on
     all ranks at once.
 
-    Over bytes of the rows: as many sizes as fit into `seconds`, up to one that takes over `longest`. A collective call
-    over the world.
+    Over bytes of the rows: as many sizes as fit into `seconds`, but two at least, up to one that takes over `longest`.
+    A collective call over the world.
 
     Args:
         alone: Megatron's groups of one rank.
+        fused: see Sizes.
     """
     points: dict[str, list[tuple[int, float]]] = {whose: [] for whose in DISPATCHERS}
-    end = None
-    for size in sizes:
-        tokens = rows.number(size, TOPK) // TOPK
-        layers = layers_under_test(_settings(rows, tokens, 1), 1, rows.device, alone)
-        steps = [layers[name].step for name in DISPATCHERS.values()]
-        if end is None:  # kernels may be compiled at first, which takes seconds and says nothing
-            meter.calls(steps, 0)
-            end = meter.elapsed() + seconds
-        took = meter.calls(steps, end - meter.elapsed())
+
+    def steps(tokens: int) -> list[Callable[[], Any]]:
+        layers = layers_under_test(_settings(rows, tokens, 1), 1, rows.device, alone, **fused)
+        return [layers[name].step for name in DISPATCHERS.values()]
+
+    tokens = [rows.number(size, TOPK) // TOPK for size in sizes]
+    meter.calls(steps(tokens[0]), 0)  # kernels may be compiled, which takes seconds and says nothing
+    end = meter.elapsed() + seconds
+    for number, of_size in enumerate(tokens):
+        took = meter.calls(steps(of_size), end - meter.elapsed())
         for whose, of_one in zip(DISPATCHERS, took, strict=True):
-            points[whose].append((tokens * TOPK * rows.bytes, of_one))
-        is_late = meter.elapsed() > end and size != sizes[0]  # one point says nothing of larger sizes
+            points[whose].append((of_size * TOPK * rows.bytes, of_one))
+        is_late = meter.elapsed() > end and number > 0  # one point says nothing of larger sizes
         if max(took) > longest or is_late:
             break
     return {whose: tuple(of) for whose, of in points.items()}
 
 
-def one_expert(rows: Rows, ffn_hidden: int, alone: Any) -> Experts:
-    """Returns Megatron's own module with a single expert, in Megatron's groups of one rank, `alone`."""
+def one_expert(rows: Rows, ffn_hidden: int, alone: Any, fused: Mapping[str, bool]) -> Experts:
+    """Returns Megatron's own module with a single expert, in Megatron's groups of one rank, `alone`. Fused: see
+    Sizes.
+    """
     settings = replace(_settings(rows, 1, ffn_hidden), experts=1, topk=1)
-    experts = layer_under_test(settings, DISPATCHERS[STOCK], 1, rows.device, alone).layer.experts
+    experts = layer_under_test(settings, DISPATCHERS[STOCK], 1, rows.device, alone, **fused).layer.experts
     # No expert is borrowed here: the parameters of other ranks' are none.
     return Experts(lambda tokens, counts, probs, _: experts(tokens, counts, probs)[0], tuple(experts.parameters()))
 

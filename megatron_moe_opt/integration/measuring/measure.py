@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,8 @@ class Sizes:
     """The workers of each network level of the expert-parallel groups, whose groups of expert domains are measured."""
     codec: bool = False
     """Whether to measure how experts that travel are encoded and decoded, and their gradients."""
+    fused: Mapping[str, bool] = field(default_factory=dict)
+    """The fields of Megatron's configuration that `under_test.fused` tells, as the job has them; none: as it tells."""
 
 
 Progress = Callable[[int, int, str], None]
@@ -132,7 +134,7 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
             begin()
             stock_curves[load.kind, load.group] = measured.collective(load, STOCK_SHARES, f"{load} of stock")
         begin()
-        expert = one_expert(rows, ffn_hidden, alone)
+        expert = one_expert(rows, ffn_hidden, alone, sizes.fused)
         experts = [loads.expert_gemm(rows, expert, training) for training in (False, True)]
         # Of a row in and out, what is between, and their gradients.
         gemm_rows = _fitting(GEMM_ROWS, 4 * (sizes.hidden + ffn_hidden) * rows.dtype.itemsize, room)
@@ -144,7 +146,7 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         slowdown = measured.slowdown(experts[0], gemm)
         overhead = measured.overhead(rows, slowdown)
         begin()
-        local = local_work(rows, meter, LOCAL_SIZES, LONGEST_SECONDS, alone, measured.share())
+        local = local_work(rows, meter, LOCAL_SIZES, LONGEST_SECONDS, alone, measured.share(), sizes.fused)
         number = _near(gemm, BESIDE_SECONDS)[0]
         sharing = compute_sharing(rows, meter, expert, number, nodes, measured.share())
         cluster = Cluster(
@@ -166,7 +168,7 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         if world.ep * world.expert_tp == 1:
             return cluster  # no partitions
         of_layer = sizes.hidden, sizes.ffn_hidden, sizes.dtype
-        overhead = partition_overhead(cluster, world.tp, *of_layer, device, measured.seconds_left())
+        overhead = partition_overhead(cluster, world.tp, *of_layer, device, measured.seconds_left(), sizes.fused)
         return replace(cluster, partition_overhead=overhead)
 
 

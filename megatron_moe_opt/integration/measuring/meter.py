@@ -145,18 +145,20 @@ class Meter:
         and once to know what to expect.
         """
         points: list[tuple[int, float]] = []
-        time_of(sized_for(sizes[0]), None)
+        first = sized_for(sizes[0])
+        time_of(first, None)
         end = self.elapsed() + seconds
+        at_first = time_of(first, None)
         for size in sizes:
-            if _is_flat(points) and size < LEAP * points[-1][0] and size != sizes[-1]:
+            may_leap = _is_flat(points) and LEAP * points[-1][1] < longest
+            if may_leap and size < LEAP * points[-1][0] and size != sizes[-1]:
                 continue
-            sized = sized_for(size)
+            sized = sized_for(size) if points else first
             if points and sized.size <= points[-1][0]:
                 continue  # rounded up to the size before
-            expected = points[-1][1] * sized.size / points[-1][0] if points else time_of(sized, None)
+            expected = points[-1][1] * sized.size / points[-1][0] if points else at_first
             may_be_late = len(points) == 1 and expected * LEAST_OPS <= SECOND_SIZE_SECONDS
-            at_least = points[-1][1] if _is_flat(points) else expected
-            if points and not may_be_late and self.elapsed() + at_least * LEAST_OPS > end:
+            if points and not may_be_late and self.elapsed() + expected * LEAST_OPS > end:
                 break
             took = time_of(sized, expected)
             for _ in range(MORE_OF_OUTLIERS):

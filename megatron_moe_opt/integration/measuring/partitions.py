@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings, torch_dtype
@@ -19,7 +21,14 @@ MOST_BYTES = 2**30
 
 
 def partition_overhead(
-    cluster: Cluster, tp: int, hidden: int, ffn_hidden: int, dtype: str, device: torch.device, seconds: float
+    cluster: Cluster,
+    tp: int,
+    hidden: int,
+    ffn_hidden: int,
+    dtype: str,
+    device: torch.device,
+    seconds: float,
+    fused: Mapping[str, bool],
 ) -> float:
     """Returns the seconds a further partition, forward and backward, by which a small layer takes longer in many than
     its ops say: calls of the experts, sums of their weights' gradients, lanes that wait for each other.
@@ -30,6 +39,7 @@ def partition_overhead(
         cluster: what else was measured; without a partition_overhead.
         ffn_hidden: of a whole expert.
         seconds: to measure for. A turn more than that where the links are slow.
+        fused: see measure.Sizes.
     """
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
 
@@ -40,7 +50,7 @@ def partition_overhead(
     experts = max(1, min(EXPERTS_OF_A_RANK, fitting)) * world.ep
     topk, sizes = min(TOPK, experts), (tp, world.ep, world.expert_tp)
     settings = LayerSettings(tuple(names), TOKENS, hidden, ffn_hidden, experts, topk, *sizes, dtype)
-    layers = [layer_under_test(settings, name, world.ep, device) for name in names]
+    layers = [layer_under_test(settings, name, world.ep, device, **fused) for name in names]
     in_one, in_many = Meter(device).calls([layer.step for layer in layers], seconds)
     layer = LayerOnCluster(settings.workload(world.ep), cluster)
     one, many = (schedule_seconds(candidate(layer, count, NONE)) for count in COUNTS)

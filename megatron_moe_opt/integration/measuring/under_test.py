@@ -203,12 +203,12 @@ class ReturnTokens(torch.autograd.Function):
 
 
 def layers_under_test(
-    settings: LayerSettings, ep: int, device: torch.device, groups: Any = None
+    settings: LayerSettings, ep: int, device: torch.device, groups: Any = None, **changes: Any
 ) -> dict[str, LayerUnderTest]:
-    """Returns one layer for each dispatcher: same weights, input, routing and output gradient. Groups: see below."""
+    """Returns one layer for each dispatcher: same weights, input, routing and output gradient. Arguments: see below."""
     layers: dict[str, LayerUnderTest] = {}
     for variant in settings.dispatchers:
-        layers[variant] = layer_under_test(settings, variant, ep, device, groups)
+        layers[variant] = layer_under_test(settings, variant, ep, device, groups, **changes)
         first = next(iter(layers.values())).layer
         layers[variant].layer.load_state_dict(first.state_dict())
     return layers
@@ -220,11 +220,13 @@ def layer_under_test(
     ep: int,
     device: torch.device,
     groups: Any = None,
+    **changes: Any,
 ) -> LayerUnderTest:
     """Returns the layer of a variant (see split_variant), ready for a step.
 
     Args:
         groups: Megatron's ProcessGroupCollection in the place of the groups that it has made.
+        changes: see layer_config.
     """
     rank = settings.data_rank(dist.get_rank())
     generator = torch.Generator().manual_seed((settings.seed << 20) + rank)
@@ -241,7 +243,7 @@ def layer_under_test(
     )
     dispatcher, options = split_variant(variant, settings.profile)
     register(options)
-    layer = build_layer(layer_config(settings, variant, ep), groups)
+    layer = build_layer(layer_config(settings, variant, ep, **changes), groups)
     common = layer, tokens.requires_grad_(), output_grad
     if settings.dispatch_only:
         routing_map = torch.zeros(settings.tokens, settings.experts, dtype=torch.bool, device=device)

@@ -201,7 +201,8 @@ class _Pass:
         for call in self.calls[:beside]:
             call.make_room_for_middle()
         grads: dict[int, _Computed] = {}
-        of_parameters = [_Sum(parameter, len(self.exchanges)) for parameter in self.experts.trained]
+        may_fuse = self.experts.borrowed is None
+        of_parameters = [_Sum(parameter, len(self.exchanges), may_fuse) for parameter in self.experts.trained]
 
         def take(number: int, grad: torch.Tensor | None) -> None:
             of_parameters[number].add(grad)
@@ -346,8 +347,12 @@ class _Sum:
     without a value, or nothing where saved tensors are caught: they come back without the attributes of the parameter.
     """
 
-    def __init__(self, parameter: torch.Tensor, partitions: int) -> None:
-        self._parameter, self._adds = parameter, partitions > 1
+    def __init__(self, parameter: torch.Tensor, partitions: int, may_fuse: bool) -> None:
+        """
+        Args:
+            may_fuse: False: no GEMM adds to main_grad, as where experts travel.
+        """
+        self._parameter, self._adds, self._may_fuse = parameter, partitions > 1, may_fuse
         self._sum: torch.Tensor | None = None
 
     @property
@@ -358,10 +363,10 @@ class _Sum:
     def add(self, grad: torch.Tensor | None) -> None:
         """Adds the gradients that one partition has given."""
         if grad is None:
-            if hasattr(self._parameter, "grad_added_to_main_grad"):
+            if self._may_fuse and hasattr(self._parameter, "grad_added_to_main_grad"):
                 self._parameter.grad_added_to_main_grad = True
                 self._sum = self._parameter.new_zeros(()).expand_as(self._parameter)
-        elif getattr(self._parameter, "grad_added_to_main_grad", False) or not self._adds:
+        elif not self._adds or (self._may_fuse and getattr(self._parameter, "grad_added_to_main_grad", False)):
             self._sum = grad
         elif self._sum is None:  # copied at once: the gradient may be shared, and there would be three at the second
             self._sum = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
