@@ -47,8 +47,8 @@ MODEL = shlex.split(
     f" --attention-dropout 0 --num-experts {EXPERTS} --moe-router-topk 4 --moe-ffn-hidden-size 8192"
     " --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type aux_loss --moe-router-dtype fp32"
     " --micro-batch-size 2 --lr 3e-4 --lr-decay-style constant --split 100,0,0 --eval-iters 0 --eval-interval 1000"
-    " --log-interval 1 --tokenizer-type NullTokenizer --vocab-size 257 --use-distributed-optimizer --overlap-grad-reduce --bf16"
-    " --distributed-timeout-minutes 3"
+    " --log-interval 1 --tokenizer-type NullTokenizer --vocab-size 257 --use-distributed-optimizer"
+    " --overlap-grad-reduce --bf16 --distributed-timeout-minutes 3"
 )
 FUSED = shlex.split("--transformer-impl transformer_engine --moe-grouped-gemm --moe-permute-fusion")
 FUSES_GRADIENTS = "fused_weight_gradient_mlp_cuda"
