@@ -151,10 +151,15 @@ def test_what_is_recomputed_draws_the_same_random_numbers(counts):
     assert all(map(torch.equal, (found, *(taken[i] for i in range(3))), expected))
 
 
-def test_gradients_of_partitions_are_summed_in_float32_and_rounded_once():
+@pytest.mark.parametrize("may_fuse", [False, True])
+def test_gradients_of_partitions_are_summed_in_float32_and_rounded_once(may_fuse):
+    """Where experts travel (may_fuse=False), also those of a weight to whose main_grad a product of another step has
+    added itself.
+    """
     parameter = torch.zeros(64, 8, dtype=torch.bfloat16)
+    parameter.grad_added_to_main_grad = not may_fuse
     parts = torch.randn(16, 64, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
-    total = _Sum(parameter, len(parts))
+    total = _Sum(parameter, len(parts), may_fuse)
     for part in parts:
         total.add(part)
     assert torch.equal(total.value, parts.float().sum(0).bfloat16())
