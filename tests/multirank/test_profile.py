@@ -224,12 +224,17 @@ def _disturbed_curve(meter, played, load):
 
 
 def _latency(meter, played, load):
-    """Measures where ops take 50 ms whatever their size, and the very first one 100 s."""
+    """Measures where ops take 50 ms whatever their size, and the very first one 100 s; then in too little time. Returns
+    the sizes, and whether it is known that the last one says nothing.
+    """
     undisturbed, measurements = played.cost, count()
     played.cost = lambda op: 0.05 + undisturbed(op) * 1e-3 + 100 * (next(measurements) == 0)
-    curve = meter.Meter(rank_device()).curve(load, (1, 2, 4, 8, 16, 32), seconds=8.0, longest=90.0)
+    measured, found = meter.Meter(rank_device()), []
+    for seconds in (8.0, 0.1):
+        curve = measured.curve(load, (1, 2, 4, 8, 16, 32), seconds=seconds, longest=90.0)
+        found.append(([size for size, _ in curve], measured.ended_flat))
     played.cost = undisturbed
-    return curve
+    return found
 
 
 def _bulge(meter, played, load):
@@ -263,7 +268,7 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
     assert noise == pytest.approx(1.5)  # 10 took 0.1 s however often it was measured
     assert [size for size, _ in hurried] == [1, 2]  # one point would say nothing of larger sizes, whatever the time
     # What does not depend on the size is not measured at every one, and a first call is not of the time
-    assert [size for size, _ in latency] == [1, 2, 16, 32]
+    assert latency == [([1, 2, 16, 32], False), ([1, 2], True)]
     # What takes longer than the line between its neighbours is measured again
     assert [seconds for _, seconds in bulge] == pytest.approx([0.06, 0.08, 0.12])
     # The last size is measured again even when the time is up, and left out if that does not help: larger sizes follow

@@ -316,11 +316,12 @@ class _Measured:
 
     def _doubted(self, name: str, points: Points) -> Points:
         """Returns the curve that was measured last, with a warning where it should not be trusted."""
+        longer = "measure longer (--seconds of moe-opt profile, --moe-opt-profile-seconds of auto)"
         if len(points) == 1:
-            size = points[0][0]
+            self.warnings.append(f"{name}: one point alone, {points[0][0]}, from which all sizes follow: {longer}")
+        elif self._meter.ended_flat:
             self.warnings.append(
-                f"{name}: one point alone, {size}, from which all sizes follow: measure longer (--seconds of moe-opt "
-                "profile, --moe-opt-profile-seconds of auto)"
+                f"{name}: {points[-1][0]}, from which larger sizes follow, took no longer than smaller ones: {longer}"
             )
         elif self._meter.noise > NOISE:
             self.warnings.append(

@@ -101,6 +101,8 @@ class Meter:
         self.device = device
         self.noise = 0.0
         """The noise of the last curve: how far a point lay above what was kept of it, after it was measured again."""
+        self.ended_flat = False
+        """Whether the last curve ended, for want of time, at a size that took about as long as the one before it."""
         self._executor = executor(device.type)
         self._start = time.perf_counter()
 
@@ -145,6 +147,7 @@ class Meter:
         and once to know what to expect.
         """
         points: list[tuple[int, float]] = []
+        self.ended_flat = False
         first = sized_for(sizes[0])
         time_of(first, None)
         end = self.elapsed() + seconds
@@ -159,6 +162,7 @@ class Meter:
             expected = points[-1][1] * sized.size / points[-1][0] if points else at_first
             may_be_late = len(points) == 1 and expected * LEAST_OPS <= SECOND_SIZE_SECONDS
             if points and not may_be_late and self.elapsed() + expected * LEAST_OPS > end:
+                self.ended_flat = _is_flat(points)
                 break
             took = time_of(sized, expected)
             for _ in range(MORE_OF_OUTLIERS):
