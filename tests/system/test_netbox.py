@@ -68,6 +68,7 @@ if dist.get_rank() == 0:
     assert received.view(4, -1).float().mean(1).tolist() == [0, 1, 2, 3]
     rates = [os.environ["NETBOX_INTER_BITS"], os.environ["NETBOX_INTRA_BITS"]]
     print(json.dumps({"seconds": times, "rates": rates, "bytes": counted[::2], "shares": shares}), flush=True)
+dist.barrier()  # or both could be in one line
 if dist.get_rank() == 3:
     print("rank 3 was here", flush=True)
 dist.barrier()

@@ -64,6 +64,7 @@ ELSEWHERE = (
     Elsewhere("$PYTHON recipes/slurm/check_recipe.py", "asks for a checkout", "tests/unit/test_recipes.py"),
     Elsewhere(SEARCH, "searches layouts for seconds", "tests/unit/test_plan_command.py"),
     Elsewhere("bash tools/gpu_check.sh", "needs GPUs", "tests/unit/test_gpu_node.py"),
+    Elsewhere("python -m tools.gpu_training", "needs a checkout, and GPUs", "tests/unit/test_gpu_training.py"),
     Elsewhere("python tools/netbox.py", "needs root and shaped links", "tests/system/test_netbox.py"),
     Elsewhere("sudo python tools/netbox.py", "needs root and shaped links", "tests/system/test_netbox.py"),
     Elsewhere("python -m tools.feature_matrix", "needs a checkout, and hours", "tests/unit/test_feature_matrix.py"),
