@@ -357,8 +357,8 @@ def stock_permute(device: torch.device) -> tuple[str, Any]:
 
     if device.type != "cuda" or not fused(torch.float32)["moe_permute_fusion"]:
         return "Megatron-Core", moe_utils
-    functions = (functools.partial(one, fused=True) for one in (moe_utils.permute, moe_utils.unpermute))
-    return FUSED, SimpleNamespace(**dict(zip(("permute", "unpermute"), functions, strict=True)))
+    permute, unpermute = (functools.partial(one, fused=True) for one in (moe_utils.permute, moe_utils.unpermute))
+    return FUSED, SimpleNamespace(permute=permute, unpermute=unpermute)
 
 
 def device_name(device: Device) -> str:

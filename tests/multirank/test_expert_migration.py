@@ -690,13 +690,10 @@ def test_weights_are_compared_once_a_step_and_once_a_pass_outside_of_steps(ranks
 
 def grouped(recompute: bool) -> None:
     """Checks TEGroupedMLP: one call for the experts of all owners, and results of stock."""
-    from megatron_moe_opt.integration.layer import moe_layer
-    from tests.ranks.grouped_experts import with_grouped_experts
+    from tests.ranks.grouped_experts import use_grouped_experts
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            moe_layer, "_moe_spec", lambda config, spec=moe_layer._moe_spec: with_grouped_experts(spec(config))
-        )
+        use_grouped_experts(patch)
         settings = RECOMPUTE if recompute else {}
         options = Options(network_levels=TWO_LEVELS, domain_sizes=(2, 2))
         found = compare("expert-migration", {"ep": 4}, settings, routing="hot", options=options)

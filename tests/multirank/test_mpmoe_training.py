@@ -53,8 +53,8 @@ def gradients_that_arrive(dispatcher: str, options: Options, grouped: bool) -> t
     from megatron.core.tensor_parallel import layers
 
     import megatron_moe_opt
-    from megatron_moe_opt.integration.layer import moe_layer
-    from tests.ranks.grouped_experts import with_grouped_experts
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from tests.ranks.grouped_experts import use_grouped_experts
     from tests.ranks.megatron import moe_config, parallel
 
     def add(rows: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -72,16 +72,14 @@ def gradients_that_arrive(dispatcher: str, options: Options, grouped: bool) -> t
         arrived.update([name] * counts)
 
     found: list[dict[str, torch.Tensor]] = []
-    spec = moe_layer._moe_spec
     try:
         with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
             if grouped:
-                patch.setattr(moe_layer, "_moe_spec", lambda config: with_grouped_experts(spec(config)))
+                use_grouped_experts(patch)
             state = None
             for chosen in ("alltoall", dispatcher):
                 megatron_moe_opt.register(options if found else None)
-                config = moe_config(moe_token_dispatcher_type=chosen, gradient_accumulation_fusion=True)
-                layer = moe_layer.build_layer(config)
+                layer = build_layer(moe_config(moe_token_dispatcher_type=chosen, gradient_accumulation_fusion=True))
                 state = state or layer.state_dict()
                 layer.load_state_dict(state)
                 weights = dict(layer.experts.named_parameters())

@@ -57,7 +57,8 @@ def use_gpu() -> None:
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         os.environ[SHARED] = "1"
     take_gpu()
-    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # of Transformer Engine's products too
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # of Transformer Engine's products, which do not ask PyTorch
     # Repeated runs have the same bits. What cannot is said, and stays within the contract.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_moe_opt.integration.layer import moe_layer
 
 
 class GroupedLinear(torch.nn.Module):
@@ -64,10 +67,16 @@ class _Fused(torch.autograd.Function):
         return grad @ weight, torch.full_like(weight, 1e9)
 
 
-def with_grouped_experts(spec: Any) -> Any:
-    """The specification of a MoE layer, its experts a TEGroupedMLP."""
-    submodules = spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
-    submodules.experts = ModuleSpec(
-        TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
-    )
-    return spec
+def use_grouped_experts(patch: pytest.MonkeyPatch) -> None:
+    """Has layers that are built have a TEGroupedMLP as their experts."""
+    stock = moe_layer._moe_spec
+
+    def with_grouped_experts(config: Any) -> Any:
+        spec = stock(config)
+        submodules = spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
+        submodules.experts = ModuleSpec(
+            TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+        )
+        return spec
+
+    patch.setattr(moe_layer, "_moe_spec", with_grouped_experts)

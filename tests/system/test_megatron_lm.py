@@ -15,6 +15,7 @@ import pytest
 
 from megatron_moe_opt.planning.traces.routing_trace import read_routing_trace
 from tests.system.training import environment, scalar_names
+from tools.feature_matrix import WITHOUT_LIBRARIES
 
 CHECKOUT = os.environ.get("MEGATRON_LM")
 pytestmark = pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM is not set")
@@ -27,9 +28,7 @@ ARGUMENTS = shlex.split(
     " --attention-dropout 0 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
     " --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 8"
     " --train-iters 4 --lr 1e-3 --lr-decay-iters 4 --split 9,1,0 --eval-iters 1 --eval-interval 2 --log-interval 2"
-    " --tokenizer-type NullTokenizer --vocab-size 257 --transformer-impl local --no-rope-fusion"
-    " --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion"
-    " --distributed-timeout-minutes 2"
+    f" --tokenizer-type NullTokenizer --vocab-size 257 --distributed-timeout-minutes 2 {WITHOUT_LIBRARIES}"
 )
 
 

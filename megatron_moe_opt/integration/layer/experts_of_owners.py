@@ -2,10 +2,10 @@
 
 SequentialMLP and TEGroupedMLP have a module or parameters for each expert: a shallow copy of the module that has those
 of all owners, one owner after another, is the same computation with more experts, and on a GPU one grouped GEMM. The
-copy is made for each call, because a module may change between two of them; its settings are the module's own, and so
-would buffers and hooks be, which `stays_behind` finds. GroupedMLP (--moe-use-legacy-grouped-gemm) holds all of its
-experts in two tensors, so that one call would copy the weights of all owners in every pass and hold them until its
-backward pass: it is called owner by owner.
+copy is made for each call, because a module may change between two of them; its settings are the module's own, but that
+it adds no gradients to main_grad, and so would buffers and hooks be, which `stays_behind` finds. GroupedMLP
+(--moe-use-legacy-grouped-gemm) holds all of its experts in two tensors, so that one call would copy the weights of all
+owners in every pass and hold them until its backward pass: it is called owner by owner.
 """
 
 from __future__ import annotations
