@@ -49,3 +49,8 @@ def reason(error: BaseException) -> str:
     """Returns what another library's error says, as part of a sentence: its first line, and no more than fits there."""
     text = str(error).partition("\n")[0] or type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def kind_and_reason(error: BaseException) -> str:
+    """Returns the kind of another library's error and all that it says, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

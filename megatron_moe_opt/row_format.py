@@ -16,6 +16,9 @@ LANE_BYTES = 16
 csrc/bindings/permute.cpp holds the same number.
 """
 
+ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
+"""The bytes of an element of rows and weights, by the word that options and profiles have for its type."""
+
 NOTE_BYTE = 8
 """The byte of the lane at which there is room for a note, an int32, behind the bits of the row's probability."""
 

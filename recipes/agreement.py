@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.runtime.job.agreement import known_to_all
+from megatron_moe_opt.topology.agreement import known_to_all
 
 
 class TrainingError(Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 from step_log import read_steps
@@ -13,6 +12,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.output_file import check_output_file, check_output_folder
 from megatron_moe_opt.systems import dispatcher_names
+from megatron_moe_opt.topology.layouts import Layout
 
 PROGRAM = "pretrain_moe_gpt"
 
@@ -140,26 +140,6 @@ def _blend(data_path: list[str]) -> list[tuple[float, str]]:
     return blend
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the ranks of a run are shared out: sizes of the parallel groups."""
-
-    tensor: int
-    pipeline: int
-    context: int
-    data: int
-    expert: int
-    expert_tensor: int
-    expert_data: int
-
-    def __str__(self) -> str:
-        """Sizes in words, for messages."""
-        return (
-            f"TP {self.tensor}, PP {self.pipeline}, CP {self.context}, DP {self.data},"
-            f" EP {self.expert}, expert-TP {self.expert_tensor}"
-        )
-
-
 def check_arguments(args: argparse.Namespace, world_size: int) -> Layout:
     """Check what can be checked without data or a model, and settle the default of the global batch size.
 
@@ -252,16 +232,16 @@ def _check_layout(args: argparse.Namespace, world_size: int) -> Layout:
                 f"{world_size} ranks cannot be shared out in groups of {ranks_needed} ({product}); start a"
                 f" multiple of {ranks_needed} ranks or change the parallel sizes"
             )
-    return Layout(tp, pp, cp, world_size // (tp * pp * cp), ep, etp, world_size // (etp * ep * pp))
+    return Layout(world_size, tp, cp, ep, etp, pp)
 
 
 def _check_batch(args: argparse.Namespace, layout: Layout) -> None:
-    samples = args.micro_batch_size * layout.data
+    samples = args.micro_batch_size * layout.dp
     args.global_batch_size = args.global_batch_size or samples
     if args.global_batch_size % samples:
         raise ConfigurationError(
             f"--global-batch-size {args.global_batch_size} is not divisible by {samples}:"
-            f" --micro-batch-size {args.micro_batch_size} x {layout.data} data-parallel ranks"
+            f" --micro-batch-size {args.micro_batch_size} x {layout.dp} data-parallel ranks"
         )
 
 

@@ -11,8 +11,7 @@ import argparse
 import functools
 import random
 import shutil
-from collections.abc import Container
-from dataclasses import asdict
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import numpy
 import torch
 import torch.distributed as dist
 from agreement import RankError, TrainingError, fails_on_first_rank, first_of_all_ranks
-from arguments import Layout
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -33,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import flush, write_text_whole
 from megatron_moe_opt.runtime.engine.collectives import CollectiveError
+from megatron_moe_opt.topology.layouts import Layout
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # A checkpoint fits a model that has the same of these.
@@ -75,7 +74,7 @@ class Checkpointer:
     ) -> None:
         self._format = AS_IN_MEMORY if args.use_distributed_optimizer and not by_parameter else BY_PARAMETER
         self._arguments = {name: getattr(args, name) for name in MODEL_ARGUMENTS}
-        self._layout = layout
+        self._sizes = parallel_sizes(layout)
         self._model = model
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -105,7 +104,7 @@ class Checkpointer:
             "iteration": iteration,
             "consumed_samples": consumed_samples,
             "arguments": self._arguments,
-            "layout": asdict(self._layout),
+            "layout": self._sizes,
         }
         try:
             # Returns when the parts of all ranks are written.
@@ -159,12 +158,30 @@ class Checkpointer:
                     f"--load: {path} was saved with --{name.replace('_', '-')} {saved}, but this run has {value};"
                     f" use {saved} or another checkpoint"
                 )
-        saved_layout = Layout(**common["layout"])
-        if saved_layout != self._layout:
+        saved_sizes = {name: common["layout"].get(name) for name in self._sizes}
+        if saved_sizes != self._sizes:
             raise ConfigurationError(
-                f"--load: {path} was saved with {saved_layout}, but this run has {self._layout}; use the same"
-                " parallel sizes and number of ranks"
+                f"--load: {path} was saved with {say_sizes(saved_sizes)}, but this run has {say_sizes(self._sizes)};"
+                " use the same parallel sizes and number of ranks"
             )
+
+
+def parallel_sizes(layout: Layout) -> dict[str, int]:
+    """The sizes of the parallel groups, by the names that they have in checkpoints."""
+    return {
+        "tensor": layout.tp,
+        "pipeline": layout.pp,
+        "context": layout.cp,
+        "data": layout.dp,
+        "expert": layout.ep,
+        "expert_tensor": layout.expert_tp,
+    }
+
+
+def say_sizes(sizes: Mapping[str, int]) -> str:
+    """What `parallel_sizes` returns, in words."""
+    words = "TP {tensor}, PP {pipeline}, CP {context}, DP {data}, EP {expert}, expert-TP {expert_tensor}"
+    return words.format(**sizes)
 
 
 def _content(optimizer_format: str) -> dict[str, Any]:

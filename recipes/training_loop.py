@@ -20,8 +20,8 @@ import numpy
 import torch
 import torch.distributed as dist
 from agreement import RankError, TrainingError, check_on_all_ranks
-from arguments import PROGRAM, Layout, check_arguments, check_folders, parse_arguments
-from checkpoint import Checkpointer, check_may_replace, find_checkpoint, say_last_complete
+from arguments import PROGRAM, check_arguments, check_folders, parse_arguments
+from checkpoint import Checkpointer, check_may_replace, find_checkpoint, parallel_sizes, say_last_complete, say_sizes
 from index_cache import make_index_cache
 from lossy_logs import Losses, LossyStream
 from megatron.core import parallel_state
@@ -50,6 +50,7 @@ from megatron_moe_opt.runtime.job import failure_board
 from megatron_moe_opt.runtime.job.gpu_of_rank import take_gpu
 from megatron_moe_opt.runtime.job.same_start import say_together, start_alike
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
+from megatron_moe_opt.topology.layouts import Layout
 from megatron_moe_opt.topology.nodes import discover_nodes
 from megatron_moe_opt.topology.process_groups import all_let_go
 
@@ -339,7 +340,8 @@ def announce(
     """One line that says what trains on what."""
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     console.print(
-        f"{dist.get_world_size()} ranks ({device.type}) on {num_nodes} node{'s' * (num_nodes > 1)}: {layout};"
+        f"{dist.get_world_size()} ranks ({device.type}) on {num_nodes} node{'s' * (num_nodes > 1)}:"
+        f" {say_sizes(parallel_sizes(layout))};"
         f" {args.num_layers} layers, {args.num_experts} experts, top-{args.moe_router_topk}, {parameters:.1f} M"
         f" parameters on this rank; {'bf16' if args.bf16 else 'fp32'}; dispatcher {args.moe_token_dispatcher_type}",
         highlight=False,

@@ -25,10 +25,11 @@ from megatron_moe_opt.cli.bench.run import check, time_rounds
 from megatron_moe_opt.cli.console import report_console, say, table_of
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, byte_budget, finite, whole_numbers
-from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group
 from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings, torch_dtype
+from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
 from megatron_moe_opt.integration.measuring.timing import slowest
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.costs.cluster import Cluster

@@ -18,16 +18,17 @@ import torch.distributed as dist
 import typer
 from rich.table import Table
 
-from megatron_moe_opt.cli.bench.live_memory import device_memory
 from megatron_moe_opt.cli.console import report_console, table_of
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, whole_numbers
-from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
+from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
+from tools.live_memory import device_memory
 from tools.mpmoe_formulas import LayerElements
 
 if TYPE_CHECKING:

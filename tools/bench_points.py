@@ -132,13 +132,13 @@ def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
 
     from megatron_moe_opt.cli.bench.balance import routing_balance
     from megatron_moe_opt.cli.bench.predicted import workload_of
-    from megatron_moe_opt.cli.ranks import parallel_layer
-    from megatron_moe_opt.runtime.job.agreement import found_by_first
-    from megatron_moe_opt.topology.domains import find_levels
+    from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
+    from megatron_moe_opt.topology.agreement import found_by_first
+    from megatron_moe_opt.topology.domains import levels_of_layout
     from tools.bench_choice import measure
     from tools.choosers import AutoChooser
 
-    one, nodes = point.shape.layer, cluster.world.nodes
+    one, world = point.shape.layer, cluster.world
 
     def save() -> Path:
         file = Path(mkdtemp()) / "cluster.json"
@@ -151,8 +151,8 @@ def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
         by_plan, by_trials = measure(settings, one.ep, cluster, [point.tokens], AutoChooser(), device)
         balance = routing_balance(settings, one.ep, device)
         alone, processors = alone_and_processors(settings, by_trials.best, device)
-    workers = find_levels([nodes[rank] for rank in cluster.world.layout.first_group("ep")])
-    wire, inside, experts = limits(workload_of(settings, one.ep, balance, workers), cluster)
+    workload = workload_of(settings, one.ep, balance, levels_of_layout(world.layout, world.nodes))
+    wire, inside, experts = limits(workload, cluster)
     return Found(
         by_trials.rounds, by_trials.chosen, by_plan.chosen, by_plan.predicted, wire, inside, experts, alone, processors
     )  # fmt: skip
@@ -166,7 +166,7 @@ def alone_and_processors(settings: LayerSettings, variant: str, device: Any) -> 
 
     from megatron_moe_opt.integration.measuring.timing import timed
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
-    from megatron_moe_opt.runtime.job.agreement import known_to_all
+    from megatron_moe_opt.topology.agreement import known_to_all
 
     layer = layer_under_test(settings, variant, settings.ep_size(dist.get_world_size()), device)
     cores, seconds, busy = tuple(sorted(os.sched_getaffinity(0))), [], []

@@ -21,13 +21,14 @@ from megatron_moe_opt.cli.console import report_console, table_of
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, whole_numbers
 from megatron_moe_opt.cli.profile.run import ProfileSettings
-from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring import loads
 from megatron_moe_opt.integration.measuring.layer_settings import torch_dtype
 from megatron_moe_opt.integration.measuring.loads import Rows
 from megatron_moe_opt.integration.measuring.megatron_moves import expert_groups, megatron_groups
 from megatron_moe_opt.integration.measuring.meter import SizedPipeline
+from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
 from megatron_moe_opt.integration.measuring.timing import slowest
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.runtime.engine.executor import executor

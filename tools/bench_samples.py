@@ -22,9 +22,10 @@ from megatron_moe_opt import register
 from megatron_moe_opt.cli.console import report_console, say, table_of
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType
-from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import BASELINE, LayerSettings, torch_dtype
+from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
 from megatron_moe_opt.integration.measuring.timing import slowest, timed
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.output_file import check_output_file, write_text_whole

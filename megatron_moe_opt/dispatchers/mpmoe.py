@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,25 +43,13 @@ from megatron_moe_opt.schedules.mpmoe import token_shares
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
 
-class Partitioned(Protocol):
-    """What permute learnt and the pipeline needs; one object a forward pass."""
-
-    partitions: Partitions
-    prob_dtype: torch.dtype
-    own: OwnRows
-
-    @property
-    def exchanges(self) -> tuple[Exchange, ...]:
-        """Returns who sends what to whom, for each partition; the first use waits for the counts to reach the host."""
-
-
 @dataclass(frozen=True)
 class PartitionedRows:
-    """What is noted of a pass whose partitions go by rows: a token has a row for each of its experts."""
+    """The rows of a pass whose partitions go by rows: a token has one for each of its experts."""
 
     partitions: Partitions
-    prob_dtype: torch.dtype
     own: OwnRows
+    """This rank's own rows, before they are sent."""
     counts: HostCopy
     """The rows of every rank for each expert, [ep_size, etp_size, experts], on their way to the host."""
     groups: ExpertGroups
@@ -79,22 +66,13 @@ class PartitionedRows:
 
 
 @dataclass(frozen=True)
-class PartitionedTokens:
-    """What is noted of a pass whose partitions go by hops: a token has one row, which crosses a link once."""
+class Partitioned:
+    """What permute learnt and the pipeline needs; one object a forward pass."""
 
     partitions: Partitions
     prob_dtype: torch.dtype
-    tokens: HoppingTokens
-
-    @property
-    def own(self) -> OwnRows:
-        """Returns this rank's own rows, before they are sent."""
-        return self.tokens.own
-
-    @property
-    def exchanges(self) -> tuple[Exchange, ...]:
-        """Returns who sends what to whom in each partition; the first use waits for the counts."""
-        return self.tokens.exchanges
+    rows: PartitionedRows | HoppingTokens
+    """The rows, which know who sends what to whom in each partition."""
 
 
 class MpmoeDispatcher(Dispatcher):
@@ -191,11 +169,10 @@ class MpmoeDispatcher(Dispatcher):
             shares = token_shares(partitions.count, partitions.strategy)
             rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, shares, is_padded, tp)
             tokens = HoppingTokens.tell(self.hops, rows, routing_map_TE, self.migrated, copies)
-            partitioned = PartitionedTokens(partitions, probs_TE.dtype, tokens)
-            return self.hops.pack(tokens_TH, probs_TE, rows), partitioned
+            return self.hops.pack(tokens_TH, probs_TE, rows), Partitioned(partitions, probs_TE.dtype, tokens)
         row_map, counts = map_rows(routing_map_TE, groups, capacity=capacity, num_rows=num_rows)
         packed, own = permuted(tokens_TH, probs_TE, row_map.cut(partitions.count), self.wire)
-        return packed, PartitionedRows(partitions, probs_TE.dtype, own, counts, groups)
+        return packed, Partitioned(partitions, probs_TE.dtype, PartitionedRows(partitions, own, counts, groups))
 
     def dispatch(
         self, packed: torch.Tensor, partitioned: Partitioned, prob_dtype: torch.dtype
@@ -217,9 +194,9 @@ class MpmoeDispatcher(Dispatcher):
         """
         return through_experts(
             packed,
-            partitioned.own.wire,
+            partitioned.rows.own.wire,
             experts,
-            partitioned.exchanges,
+            partitioned.rows.exchanges,
             partitioned.partitions.strategy,
             partitioned.prob_dtype,
             shared,
@@ -231,4 +208,4 @@ class MpmoeDispatcher(Dispatcher):
 
     def unpermute(self, returned: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
         """Returns the outputs [T, H]: the sums of each token's rows; where tokens hop, their only rows."""
-        return partitioned.own.unpermute(returned)
+        return partitioned.rows.own.unpermute(returned)

@@ -30,7 +30,7 @@ from megatron_moe_opt.dispatchers.pipelining import Pipelining
 from megatron_moe_opt.dispatchers.sample_placement import Decided, LayerPlacement, background
 from megatron_moe_opt.dispatchers.sample_traffic import SampleRowBytes, SampleTraffic
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.kernels.streams import has_streams, to_device
+from megatron_moe_opt.kernels.streams import require, to_device
 from megatron_moe_opt.planning.predicting.sample_costs import HopCosts, RowCosts, SampleCosts
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.collectives import global_rank
@@ -125,7 +125,9 @@ class NetmoeDispatcher(Dispatcher):
         self._beside = output
 
     def take_traffic(self) -> dict[str, float]:
-        """Means of what the passes in training sent since this was asked last, see SampleTraffic.take."""
+        """Returns the means of what training passes have sent since the last call, by name, as SampleTraffic.take has
+        them.
+        """
         return background(self._traffic.take).result()
 
     def permute(
@@ -236,10 +238,8 @@ def _check_is_first(placement: LayerPlacement | None) -> None:
 def _check_routes_as_before(own: torch.Tensor, counts: SampleCounts, groups: ExpertGroups) -> None:
     """Refuses a repeated pass that routes its samples otherwise. Raises ValueError; on CUDA an assertion."""
     before = counts.rows[groups.ep_rank, groups.etp_rank, : own.size(0)]
-    if has_streams(own.device):
-        torch._assert_async((own == to_device(before, own.device)).all(), "netmoe: recomputed, tokens go elsewhere")
-    elif not torch.equal(own, before):
-        raise ValueError("a recomputed MoE layer routes its tokens otherwise than the first time: use monta")
+    is_same = (own == to_device(before, own.device)).all()
+    require(is_same, "a recomputed MoE layer routes its tokens otherwise than the first time: use monta")
 
 
 def _check_masked_alike(counts: SampleCounts, groups: ExpertGroups) -> None:

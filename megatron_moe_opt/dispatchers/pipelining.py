@@ -13,8 +13,8 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.choice import Choice, ChoiceByRows, choices, schedule_seconds
 from megatron_moe_opt.planning.costs.cluster import MEGATRON_FLAGS, Cluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.runtime.job.agreement import found_by_first
 from megatron_moe_opt.systems import system_of
+from megatron_moe_opt.topology.agreement import found_by_first
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.group_cache import cached_by_group
 from megatron_moe_opt.variants import split_variant
@@ -89,7 +89,7 @@ class MeasuredPipelining:
             self.current = pipeline
             say_once(
                 "monta",
-                (rows, pipeline),
+                pipeline,  # not its rows, which differ from pass to pass: a run would say it, and keep it, as often
                 lambda: (
                     f"about {rows} rows a rank: level {pipeline[0]}, {pipeline[1]} chunk(s); predicted "
                     f"{schedule_seconds(chosen) * 1e3:.2f} ms a layer for dispatch and combine, forward and backward"

@@ -33,8 +33,8 @@ from megatron_moe_opt.versions import megatron_is_before
 
 FAKE_GROUP = "--fake-process-group"
 """The flag by which Megatron-LM runs one rank of a job without the others."""
-GRAPHED = ("attn", "mlp", "moe_router")
-"""The values of --cuda-graph-scope that may be captured: they end before a dispatcher begins.
+GRAPHED = ("attn", "mlp", "mamba", "moe_router")
+"""The values of --cuda-graph-scope that may be captured: they end before a dispatcher begins, or have none.
 (None has run on a GPU.)
 """
 _NOT_GRAPHED = {

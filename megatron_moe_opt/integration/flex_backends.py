@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.errors import ConfigurationError, kind_and_reason
 
 DEEPEP = "deepep"
 DEFAULT = DEEPEP
@@ -48,8 +48,7 @@ def broken_for_flex(backend: str) -> str | None:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == module:
             return None
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"{package} is installed, but importing {module} fails with {said}"
+        return f"{package} is installed, but importing {module} fails with {kind_and_reason(error)}"
     return None
 
 

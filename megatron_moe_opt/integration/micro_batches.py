@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from megatron_moe_opt.integration.seams import seam_moved
+from megatron_moe_opt.integration.patching import seam_moved, wrap_once
 from megatron_moe_opt.runtime.travelling_experts.step_passes import step_of
 
 _SCHEDULES = (
@@ -35,22 +34,16 @@ def follow_micro_batches() -> None:
     from megatron.core.pipeline_parallel import schedules
 
     for name in _SCHEDULES:
-        stock = getattr(schedules, name, None)
-        if stock is None:
+        if not hasattr(schedules, name):
             raise seam_moved(f"megatron.core.pipeline_parallel.schedules has no {name}")
-        if not hasattr(stock, "_moe_opt"):
-            setattr(schedules, name, _followed(stock))
+        wrap_once(schedules, name, _followed)
 
 
-def _followed(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def schedule(*args: Any, num_microbatches: int, forward_only: bool = False, **kwargs: Any) -> Any:
-        run = functools.partial(stock, *args, num_microbatches=num_microbatches, forward_only=forward_only, **kwargs)
-        with _forward_only() if forward_only else step_of(num_microbatches):
-            return run()
-
-    schedule._moe_opt = True
-    return schedule
+def _followed(
+    stock: Callable[..., Any], *args: Any, num_microbatches: int, forward_only: bool = False, **kwargs: Any
+) -> Any:
+    with _forward_only() if forward_only else step_of(num_microbatches):
+        return stock(*args, num_microbatches=num_microbatches, forward_only=forward_only, **kwargs)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.patching import wrap_once
 
 _at_begin: list[Callable[[], None]] = []
 _at_end: dict[bool, list[Callable[[], None]]] = {True: [], False: []}
@@ -105,15 +105,10 @@ def _add(callbacks: list[Callable[[], None]], callback: Callable[[], None]) -> N
 
 def _follow(optimizer: type, name: str, then: Callable[[Any, Any], None]) -> None:
     """Has `then` called after each call of a method, with the optimizer and the result."""
-    stock = getattr(optimizer, name)
-    if hasattr(stock, "_moe_opt"):
-        return
 
-    @functools.wraps(stock)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def followed(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
         then(self, result)
         return result
 
-    method._moe_opt = True
-    setattr(optimizer, name, method)
+    wrap_once(optimizer, name, followed)

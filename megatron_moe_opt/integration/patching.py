@@ -1,4 +1,4 @@
-"""Replacing a function of an upstream module, once, with a refusal where upstream has moved it."""
+"""Replacing or wrapping a function of an upstream module, with a refusal where upstream has moved it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,34 @@ from types import ModuleType
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.versions import SUPPORTED_MEGATRON
 
 
-class MissingSeamError(ConfigurationError):
-    """A name of PyTorch or Megatron that is adapted here is not where it is expected."""
+def seam_moved(what: str) -> ConfigurationError:
+    """Returns the refusal to run under this Megatron, where a place that we plug into is not where it was."""
+    return ConfigurationError(
+        f"cannot plug into this megatron-core: {what}; install a release from {SUPPORTED_MEGATRON}, or use "
+        "--moe-token-dispatcher-type alltoall"
+    )
 
 
-def seam(owner: object, name: str) -> Any:
-    """Returns `owner.name`, or refuses with one sentence that names it."""
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        where = getattr(owner, "__name__", repr(owner))
-        raise MissingSeamError(
-            f"megatron-moe-opt adapts {where}.{name}, which this version does not have: use megatron-core 0.16 to 0.19 "
-            "and torch 2.6 or later"
-        ) from None
+def wrap_once(owner: object, name: str, around: Callable[..., Any]) -> None:
+    """Has whoever calls `owner.name` call `around(original, ...)`, unless that was done before."""
+    original = getattr(owner, name)
+    if is_wrapped(original):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    wrapped._moe_opt = True
+    setattr(owner, name, wrapped)
+
+
+def is_wrapped(function: object) -> bool:
+    """Whether a function is one that `wrap_once` has put in the place of another."""
+    return hasattr(function, "_moe_opt")
 
 
 def replace(owner: object, name: str, adapt: Callable[[Any], Any]) -> None:
@@ -36,8 +48,16 @@ def replace(owner: object, name: str, adapt: Callable[[Any], Any]) -> None:
 
     Modules of Megatron that were imported earlier and hold the original under any name of their own get the
     replacement too, so it does not matter whether Megatron was imported before.
+
+    Raises:
+        ConfigurationError: `owner` has no such name.
     """
-    original = seam(owner, name)
+    if not hasattr(owner, name):
+        raise ConfigurationError(
+            f"megatron-moe-opt adapts {getattr(owner, '__name__', repr(owner))}.{name}, which this version does not "
+            f"have: use megatron-core {SUPPORTED_MEGATRON} and torch 2.6 or later"
+        )
+    original = getattr(owner, name)
     adapted = adapt(original)
     if not isinstance(adapted, type):
         functools.update_wrapper(adapted, original)

@@ -7,11 +7,13 @@ than two levels.
 
 from __future__ import annotations
 
-import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+
+from megatron_moe_opt.integration.patching import wrap_once
 
 EXPERT_GROUPS = ("ep", "ep_tp", "tp_ep_mp")
 """What Megatron calls the groups of a MoE layer: all-to-all, all-gather and reduce-scatter, and row counts."""
@@ -27,22 +29,17 @@ def prioritize_expert_groups() -> None:
     """
     from megatron.core import parallel_state
 
-    stock = parallel_state.initialize_model_parallel
-    signature = inspect.signature(stock)
-    if hasattr(stock, "_moe_opt") or _ARGUMENT not in signature.parameters:
-        return
+    if _ARGUMENT in inspect.signature(parallel_state.initialize_model_parallel).parameters:
+        wrap_once(parallel_state, "initialize_model_parallel", _prioritizing)
 
-    @functools.wraps(stock)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-        if not _uses_nccl():
-            return stock(*args, **kwargs)
-        call = signature.bind(*args, **kwargs)
-        named = call.arguments.get(_ARGUMENT) or ()
-        call.arguments[_ARGUMENT] = list(dict.fromkeys((*named, *EXPERT_GROUPS)))
-        return stock(*call.args, **call.kwargs)
 
-    initialize_model_parallel._moe_opt = True
-    parallel_state.initialize_model_parallel = initialize_model_parallel
+def _prioritizing(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    if not _uses_nccl():
+        return stock(*args, **kwargs)
+    call = inspect.signature(stock).bind(*args, **kwargs)
+    named = call.arguments.get(_ARGUMENT) or ()
+    call.arguments[_ARGUMENT] = list(dict.fromkeys((*named, *EXPERT_GROUPS)))
+    return stock(*call.args, **call.kwargs)
 
 
 def _uses_nccl() -> bool:

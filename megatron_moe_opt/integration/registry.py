@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -44,8 +44,8 @@ from megatron_moe_opt.integration.layer.replicated_tokens import (
 )
 from megatron_moe_opt.integration.observe.reports import report_with_training_log
 from megatron_moe_opt.integration.observe.telemetry import watch
+from megatron_moe_opt.integration.patching import is_wrapped, seam_moved, wrap_once
 from megatron_moe_opt.integration.priorities import prioritize_expert_groups
-from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.integration.sharded_weights import note_wrappers
 from megatron_moe_opt.integration.start_facts import facts_of_layer, named_dispatcher
 from megatron_moe_opt.integration.timeouts import follow_megatrons_timeouts
@@ -85,7 +85,7 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
     except ImportError as error:
         raise seam_moved(str(error)) from error
 
-    if hasattr(TransformerConfig.__post_init__, "_moe_opt"):
+    if is_wrapped(TransformerConfig.__post_init__):
         return  # registered already: only the options were new
     stock = _stock_names(TransformerConfig)
     for owner, method in (
@@ -194,10 +194,7 @@ def _widen_annotation(config_class: type, stock: tuple[str, ...]) -> None:
 
 
 def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
-    stock_post_init = config_class.__post_init__
-
-    @functools.wraps(stock_post_init)
-    def post_init(self: Any) -> None:
+    def post_init(stock_post_init: Callable[[Any], None], self: Any) -> None:
         check_name(getattr(self, FIELD), stock, dispatcher_names())
         self._moe_opt_made = _made_now(getattr(self, FIELD))
         check_division(self.num_moe_experts, self.expert_model_parallel_size)
@@ -215,8 +212,7 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
         if _refuses_unread and self.num_moe_experts is not None:
             check_options_are_read(name, _options)
 
-    post_init._moe_opt = True
-    config_class.__post_init__ = post_init
+    wrap_once(config_class, "__post_init__", post_init)
 
 
 class _Made(NamedTuple):

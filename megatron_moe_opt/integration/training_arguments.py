@@ -7,8 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from megatron_moe_opt.integration.patching import replace, when_imported
-from megatron_moe_opt.integration.seams import seam_moved
+from megatron_moe_opt.integration.patching import replace, seam_moved, when_imported
 
 
 def training_arguments() -> Any:

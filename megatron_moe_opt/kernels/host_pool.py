@@ -23,5 +23,5 @@ def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torc
 
 
 def stats() -> dict[str, int]:
-    """The pool's `used_bytes`, `cached_bytes` and the numbers of `hits` and `misses` since the process began."""
+    """Returns the pool's `used_bytes` and `cached_bytes`, and its `hits` and `misses` since the process began."""
     return _C.host_pool_stats()

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.row_map import RowMap, build_row_map, row_map_from_sources
-from megatron_moe_opt.kernels.streams import has_streams
+from megatron_moe_opt.kernels.streams import require
 
 _C = load_extension()
 
@@ -169,7 +169,5 @@ def _require_same_indices(expected: torch.Tensor, sorted_indices: torch.Tensor) 
             f"sorted_indices have {sorted_indices.numel()} rows, but the routing_map has {expected.numel()} routed "
             "pairs: pass the map that was given to permute"
         )
-    if has_streams(expected.device):  # checked on the device: reading the answer here would cost a synchronisation
-        torch._assert_async((expected == sorted_indices).all(), "sorted_indices are not those of the routing_map")
-    elif not torch.equal(expected, sorted_indices):
-        raise ValueError("sorted_indices are not those that permute returns for this routing_map")
+    is_same = (expected == sorted_indices).all()
+    require(is_same, "sorted_indices are not those that permute returns for this routing_map")

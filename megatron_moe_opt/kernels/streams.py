@@ -17,6 +17,19 @@ def has_streams(device: torch.device) -> bool:
     return device.type in STREAMED
 
 
+def require(holds: torch.Tensor, what: str) -> None:
+    """Refuses what does not hold, and says what it is: raises ValueError; on a device with streams, where reading the
+    answer would stop the host, it is an assertion on the device.
+
+    Args:
+        holds: bool, of one element.
+    """
+    if has_streams(holds.device):
+        torch._assert_async(holds, what)
+    elif not holds:
+        raise ValueError(what)
+
+
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Returns a small tensor of the host on the device, without stopping the caller.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,6 +87,10 @@ class JsonPlace:
         for name in found.keys() - {*names, *optional}:
             found[name].refuse("unknown field")
         return {name: self._inside(name, None) for name in optional} | found
+
+    def given(self, read: Callable[[JsonPlace], Any], otherwise: Any = None) -> Any:
+        """Returns what `read` makes of this place; `otherwise`, where the value is null."""
+        return otherwise if self.value is None else read(self)
 
     def object(self) -> dict[str, JsonPlace]:
         """Returns the fields of an object, each as a place."""

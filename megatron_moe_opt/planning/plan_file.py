@@ -44,16 +44,6 @@ class Plan:
     """How CP is best laid to EP, for whoever starts the run; training does not read it. Empty: there is no choice."""
 
     @classmethod
-    def uniform(
-        cls, layers: Sequence[int], variant: str, candidates: tuple[Prediction, ...], cluster: str,
-        *, ep: int, etp: int, experts: int, gpu_settings: Facts | None = None, made_for: Facts | None = None,
-        expansion: Facts | None = None,
-    ) -> Plan:  # fmt: skip
-        """Returns a plan with the same variant in all layers."""
-        of_layers = dict.fromkeys(layers, variant)
-        return cls(of_layers, candidates, cluster, ep, etp, experts, gpu_settings, made_for or {}, expansion or {})
-
-    @classmethod
     def load(cls, file: str | Path) -> Plan:
         """Reads a plan that `save` wrote.
 
@@ -74,9 +64,9 @@ class Plan:
             top["ep"].count(least=1),
             top["etp"].count(least=1),
             top["experts"].count(least=1),
-            None if top["gpu_settings"].value is None else facts(top["gpu_settings"]),
-            {} if top["made_for"].value is None else facts(top["made_for"]),
-            {} if top["expansion"].value is None else facts(top["expansion"]),
+            top["gpu_settings"].given(facts),
+            top["made_for"].given(facts, {}),
+            top["expansion"].given(facts, {}),
         )
 
     def save(self, file: str | Path) -> None:

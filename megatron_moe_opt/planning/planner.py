@@ -42,8 +42,9 @@ def candidates(
 
     Args:
         budget: bytes of activations. What holds more is refused; stock is not.
-        wires: formats of rows, besides those that they have, with which systems that can are candidates too.
-        below: seconds. What is known to take as long is left out.
+        wires: formats of rows on the wire that are predicted besides the rows' own. Each system that can send them is
+            also a candidate with each of these.
+        below: seconds. A candidate that is known to take as long as that, or longer, is left out.
         has_room: whether a GPU can hold so many bytes of a layer's activations. With it only the `best` of those that
             fit is asked for: what is known not to be that one is left out.
 

@@ -66,18 +66,23 @@ def _all(size: int) -> int:
     return size
 
 
-_DECODED = one_by_one(
+DECODED = one_by_one(
     "expert-migration, experts decoded", "messages", [Stage(Kind.DECODE, Lane.EXPERTS, _all, "decoded")]
 )
-_RESTORED = one_by_one(
+"""Decodes messages of all ranks of a domain to experts. Sized by the bytes of these. Buffers: messages -> decoded"""
+RESTORED = one_by_one(
     "expert-migration, experts restored", "host_decoded", [Stage(Kind.PREFETCH, Lane.H2D, _all, "decoded")]
 )
-_DEFERRED = one_by_one(
+"""Copies decoded experts, which were kept on the host, to the device. Sized by their bytes. Buffers: host_decoded ->
+decoded
+"""
+DEFERRED = one_by_one(
     "expert-migration, gradients deferred",
     "gradients",
     [Stage(Kind.SUM, Lane.EXPERTS, _all, "deferred", also_reads=("deferred",))],
 )
-_RENEWED = one_by_one(
+"""Adds gradients to those that wait for a step's last pass. Sized by their bytes. Buffers: gradients -> deferred"""
+RENEWED = one_by_one(
     "expert-migration, shared expert renewed",
     "shares",
     [
@@ -86,35 +91,7 @@ _RENEWED = one_by_one(
         Stage(Kind.ALL_GATHER, Lane.EXPERTS, _all, "shares", "experts"),
     ],
 )
-
-
-def decoded(size: int) -> Schedule:
-    """Returns the schedule that decodes messages of all ranks of a domain to experts. Buffers: messages -> decoded
-
-    Args:
-        size: bytes of the experts.
-    """
-    return _DECODED.sized([size])
-
-
-def restored(size: int) -> Schedule:
-    """Returns the schedule that copies decoded experts, which were kept on the host, to the device. Buffers:
-    host_decoded -> decoded
-
-    Args:
-        size: bytes of the experts.
-    """
-    return _RESTORED.sized([size])
-
-
-def deferred(size: int) -> Schedule:
-    """Returns the schedule that adds gradients to those that wait for the last pass of a step. Buffers: gradients ->
-    deferred
-
-    Args:
-        size: bytes of the gradients.
-    """
-    return _DEFERRED.sized([size])
+"""Gives all ranks the mean of all experts. Sized by its bytes. Buffers: shares -> parts -> mean -> shares"""
 
 
 def returned(sizes: Mapping[int, int], is_coded: bool = False, deferred: int = 0) -> Schedule:
@@ -144,12 +121,3 @@ def _returned(levels: tuple[int, ...], is_coded: bool, adds_deferred: bool) -> O
         stages.append(Stage(summing, Lane.EXPERTS, size, f"sums.{level}", also_reads=(summed,)))
         summed = f"sums.{level}"
     return one_by_one("expert-migration, gradients returned", "gradients", stages)
-
-
-def renewed(size: int) -> Schedule:
-    """Returns the schedule that gives all ranks the mean of all experts. Buffers: shares -> parts -> mean -> shares
-
-    Args:
-        size: its bytes.
-    """
-    return _RENEWED.sized([size])

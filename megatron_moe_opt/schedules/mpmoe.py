@@ -119,26 +119,28 @@ def token_shares(count: int, strategy: str) -> list[int]:
 
 
 class Partition(Protocol):
-    """Rows of one partition on this rank, on the way whose stages take their bytes."""
+    """What a schedule has to know of the rows of one partition on this rank."""
 
     @property
     def own(self) -> int:
-        """Number of its rows at their source."""
+        """Returns the number of the partition's rows that this rank sends out."""
 
     @property
     def returned(self) -> int:
-        """Number of rows that their source gets back: where a TP group has shared them out, those of all its ranks."""
+        """Returns the number of rows that this rank gets back: those that it has sent; or, where a TP group has shared
+        its rows out, those of all ranks of that group.
+        """
 
     @property
     def own_place(self) -> int:
-        """Where its own rows begin among those."""
+        """Returns the place of this rank's own rows among those that it gets back: the number of the first one."""
 
     @property
     def gathered(self) -> int:
-        """Number of its rows that the experts here get."""
+        """Returns the number of the partition's rows that the experts of this rank get."""
 
     def bytes(self, row_bytes: int) -> Any:
-        """Returns what moves of rows of so many bytes."""
+        """Returns the bytes that move of rows of so many bytes each, in the form that the way's stages take them."""
 
 
 @dataclass(frozen=True)

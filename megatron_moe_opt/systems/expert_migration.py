@@ -89,8 +89,8 @@ class MigrationOptions(SharedOptions):
     residuals: str = option(
         "residuals",
         one_of(*RESIDUALS),
-        "compressed experts are told from the last ones, as receivers hold them, which at first are sent whole; or "
-        "(shared) begin as the shared expert, the experts' mean, and move with it (default: %(default)s)",
+        "what compressed experts are sent as differences from: last, the copies that receivers hold, which begin as "
+        "whole experts; or shared, copies that begin as the experts' mean and follow it (default: %(default)s)",
         RESIDUALS[0],
     )
     shared_expert_interval: int = option(
@@ -214,8 +214,13 @@ def check_travelling(config: Any, options: MigrationOptions, sizes: str) -> None
         )
 
 
-def named_domains(sizes: tuple[int, ...], workers: tuple[int, ...]) -> ExpertDomains:
-    """Returns the domains of these sizes. Raises ConfigurationError where the network levels cannot be cut so."""
+def domains_of(options: Any, workers: tuple[int, ...]) -> ExpertDomains:
+    """Returns the domains of the sizes that were named: single ranks, where none were.
+
+    Raises:
+        ConfigurationError: the network levels cannot be cut so.
+    """
+    sizes = options.domain_sizes or (1,) * len(workers)
     if len(sizes) != len(workers) or any(number % size for number, size in zip(workers, sizes, strict=True)):
         raise ConfigurationError(
             f"{PREFIX}domain-sizes {shown(sizes)} does not fit levels of {shown(workers)} workers: give a divisor of "
@@ -361,7 +366,7 @@ EXPERT_MIGRATION = System(
     check=_check,
     grammar=Grammar(_parse, _write, domain_kind),
     candidates=_candidates,
-    domains=lambda options, workers: named_domains(options.domain_sizes or (1,) * len(workers), workers),
+    domains=domains_of,
     stays=_stays,
     calls_experts=True,
 )

@@ -42,19 +42,20 @@ class MontaOptions(SharedOptions):
     chunks: int | str | None = option(
         "chunks",
         CHUNKS,
-        f"chunks of the pipeline at O2 and O3 (default: auto with a profile, else {DEFAULT_CHUNKS})",
+        f"chunks of the pipeline at O2 and O3 (default: auto with a profile, else {DEFAULT_CHUNKS}), or of netmoe's "
+        "tokens that hop (default: 1)",
         auto=CHOOSES,
     )
     minimal_chunk: int | None = option(
         "minimal-chunk",
         BYTES,
-        "bytes of a rank's rows that a chunk has at least, where chunks are chosen (MoNTA's I_minimal; default: as few "
-        "as the profile finds fastest)",
+        "the least bytes of a rank's rows in a chunk, where the number of chunks is chosen (MoNTA's I_minimal; "
+        "default: no bound)",
     )
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """The levels to choose from; one where the user chose."""
+        """Returns the levels to choose from; one where the user chose."""
         if self.monta_level in LEVELS:
             return (self.monta_level,)
         return LEVELS if self.profile is not None or self.monta_level == AUTO else ("O1",)

@@ -26,7 +26,7 @@ from megatron_moe_opt.systems.expert_migration import (
     check_travelling,
     domain_kind,
     domain_word,
-    named_domains,
+    domains_of,
 )
 from megatron_moe_opt.systems.system import (
     CHOOSES,
@@ -46,7 +46,7 @@ from megatron_moe_opt.systems.system import (
     repeats_moe_layers,
     shown,
 )
-from megatron_moe_opt.topology.domains import ExpertDomains, realisable, stationary
+from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 
 NAME = "mpmoe"
 DEFAULT_PARTITIONS = 4
@@ -68,8 +68,9 @@ class MpmoeOptions(SharedOptions):
     memory_reuse: str | None = option(
         "memory-reuse",
         one_of(*STRATEGIES, AUTO),
-        "whether mpmoe's partitions share buffers, and how backward gets back what they overwrite: S1 offloads, S2 "
-        "communicates expert inputs again, S3 recomputes what experts save, S4 does both of the latter "
+        "whether mpmoe's partitions share buffers, and how backward gets back what they overwrite: the inputs of the "
+        "experts, and what these save (the middle). S1: both from the host; S2: inputs sent again, the middle from the "
+        "host; S3: inputs from the host, the middle computed again; S4: inputs sent and the middle computed again "
         f"(default: {NONE})",
         auto=CHOOSES,
     )
@@ -173,11 +174,7 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
             f"{PREFIX}way {JOINT} sends rows to all shards of an expert at once, and with "
             f"--expert-tensor-parallel-size 1 experts are whole: give {PREFIX}way {ROWS}, whose all-to-all is the same"
         )
-    if options.network_levels is not None and HOPS not in options.ways:
-        raise ConfigurationError(
-            f"{PREFIX}levels {shown(options.network_levels)} says over which links tokens hop, and rows do not: give "
-            f"{PREFIX}way {HOPS}, or drop it"
-        )
+    check_levels(options)
     _check_domains(config, options)
     if HOPS in options.ways:
         check_padding(config, f"{PREFIX}way {HOPS}")
@@ -207,6 +204,15 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
     if offloads:
         raise ConfigurationError(
             f"--fine-grained-activation-offloading offloads what {flag} restores in another way: drop one of the two"
+        )
+
+
+def check_levels(options: Any) -> None:
+    """Refuses, with ConfigurationError, network levels over which no token hops."""
+    if options.network_levels is not None and HOPS not in options.ways:
+        raise ConfigurationError(
+            f"{PREFIX}levels {shown(options.network_levels)} says over which links tokens hop, and rows do not: give "
+            f"{PREFIX}way {HOPS}, or drop it"
         )
 
 
@@ -285,14 +291,6 @@ def _kind(setting: str) -> str:
     return hops + (f":{domain_kind(sizes[1:])}" if sizes else "")
 
 
-def domains_of(options: Any, workers: tuple[int, ...]) -> ExpertDomains:
-    """Returns the domains in which experts travel while tokens hop: single ranks, where none was named.
-
-    Raises ConfigurationError for sizes that do not fit the network levels.
-    """
-    return stationary(workers) if options.domain_sizes is None else named_domains(options.domain_sizes, workers)
-
-
 def candidate(layer: LayerOnCluster, count: int, strategy: str) -> Prediction:
     """Returns what the layer takes in so many partitions of rows. Raises ConfigurationError: a curve is missing."""
     return _predicted(layer, PartitionedLayer.of(layer, count, ROWS, strategy))
@@ -331,7 +329,7 @@ def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[Ex
     """Returns the domains that were named; or all, where experts are whole and how they travel was measured."""
     one, sizes = layer.workload, options.domain_sizes
     if sizes != AUTO:
-        return [None if sizes is None or max(sizes) == 1 else named_domains(sizes, one.workers)]
+        return [domains_of(options, one.workers) if max(sizes or (1,)) > 1 else None]
     curves = measured_curves(layer.costs, one.workers)
     found = [domains for domains in realisable(one.workers) if one.etp == 1 and prod(domains.sizes) > 1]
     return [None, *(domains for domains in found if has_curves(curves, domains))]

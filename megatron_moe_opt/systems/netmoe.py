@@ -19,6 +19,7 @@ from megatron_moe_opt.schedules import netmoe as hops
 from megatron_moe_opt.schedules.monta import EP, even_chunks
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 from megatron_moe_opt.systems.monta import DEFAULT_CHUNKS, MontaOptions, parse_pipeline, pipelines, pipelining
+from megatron_moe_opt.systems.mpmoe import check_levels
 from megatron_moe_opt.systems.system import (
     FLAG,
     PREFIX,
@@ -29,7 +30,6 @@ from megatron_moe_opt.systems.system import (
     quantization,
     recomputed_modules,
     repeats_moe_layers,
-    shown,
 )
 from megatron_moe_opt.topology.domains import stationary
 
@@ -56,7 +56,7 @@ def _build(groups: Any, options: Any, config: Any) -> Any:
 def _attach(layer: Any, options: Any) -> None:
     from megatron_moe_opt.integration.layer.netmoe_layer import check_seams
 
-    check_seams(layer, options)
+    check_seams()
 
 
 def _check(config: Any, options: Any, arguments: Any) -> None:
@@ -124,12 +124,8 @@ def _check_way(config: Any, options: Any) -> None:
             f"{PREFIX}way {JOINT} is for partitions, and samples of {FLAG} netmoe go over expert-TP by itself: give "
             f"{PREFIX}way {ROWS} or {HOPS}"
         )
+    check_levels(options)
     if options.way != HOPS:
-        if options.network_levels is not None:
-            raise ConfigurationError(
-                f"{PREFIX}levels {shown(options.network_levels)} says over which links tokens hop, and rows do not: "
-                f"give {PREFIX}way {HOPS}, or drop it"
-            )
         return
     flag = f"{PREFIX}way {HOPS}"
     if config.expert_model_parallel_size == 1:

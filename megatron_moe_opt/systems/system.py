@@ -31,9 +31,12 @@ PROFILE_SECONDS = 60
 def option(
     flag: str, values: Values, help: str, default: Any = None, metavar: str | None = None, auto: str | None = None
 ) -> Any:
-    """A field of options that is also an option on the command line. None is a value where it is the default.
+    """Returns a field of options that is also an option on the command line. None is a value where it is the default.
 
     Args:
+        flag: of the command line, without PREFIX.
+        values: that the option takes.
+        help: what it does, as --help and docs/reference.md say it.
         auto: whether `auto` READS it, or CHOOSES its value itself; None: it does neither.
     """
     about = {"flag": PREFIX + flag, "values": values, "help": help, "metavar": metavar, "auto": auto}

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.topology.agreement import known_to_all
 from megatron_moe_opt.topology.domains import ExpertDomains, find_levels
-from megatron_moe_opt.topology.group_cache import cached_by_group
+from megatron_moe_opt.topology.group_cache import nodes_of
 from megatron_moe_opt.topology.layouts import Groups
-from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 from megatron_moe_opt.topology.process_groups import refine
 
 
@@ -53,7 +53,7 @@ def levels_of(ep: ProcessGroup, levels: tuple[int, ...] | None) -> tuple[int, ..
         ConfigurationError: named levels that do not make up the group, or see find_levels.
     """
     if levels is None:
-        return find_levels(_nodes(ep).node_of)
+        return find_levels(nodes_of(ep).node_of)
     product = functools.reduce(int.__mul__, levels)
     if product != ep.size():
         raise ConfigurationError(
@@ -63,14 +63,9 @@ def levels_of(ep: ProcessGroup, levels: tuple[int, ...] | None) -> tuple[int, ..
     return levels
 
 
-@cached_by_group
-def _nodes(ep: ProcessGroup) -> NodeMap:
-    return discover_nodes(ep)
-
-
 def experts_cross_nodes(groups: DomainGroups) -> bool:
     """Whether some experts travel between nodes: the same on all ranks. A collective call over `groups.ep`, once."""
-    return groups.domains.experts_cross_nodes(_nodes(groups.ep).node_of)
+    return groups.domains.experts_cross_nodes(nodes_of(groups.ep).node_of)
 
 
 class _Made:
@@ -114,9 +109,7 @@ def release_domain_groups(ep: ProcessGroup) -> None:
     if not made:
         return
     unused = [not _made[ep, domains].users for domains in made]
-    of_ranks: list[list[bool]] = [[]] * ep.size()
-    dist.all_gather_object(of_ranks, unused, group=ep)
-    for domains, nobody in zip(made, zip(*of_ranks, strict=True), strict=True):
+    for domains, nobody in zip(made, zip(*known_to_all(unused, ep), strict=True), strict=True):
         if all(nobody):
             _made.pop((ep, domains)).groups.at_end.close()
 

@@ -20,8 +20,7 @@ from itertools import product
 from math import prod
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.schedules.schedule import Kind
-from megatron_moe_opt.topology.layouts import Groups, divisors
+from megatron_moe_opt.topology.layouts import Groups, Layout, divisors
 
 
 @dataclass(frozen=True)
@@ -77,29 +76,15 @@ class ExpertDomains:
         return tuple(rank // self.stride(level) % workers for level, workers in enumerate(self.workers))
 
     def proportion(self, level: int) -> float:
-        """Returns p: the part of what would leave a worker that does so as tokens, (G - S) / (G - 1) with G workers."""
+        """Returns p: of a worker's peers at a level, the share that are in other domains, to which tokens travel and no
+        experts. That is (G - S) / (G - 1) of G workers in domains of S; 1 where a worker has no peers.
+        """
         workers, size = self.workers[level], self.sizes[level]
         return (workers - size) / (workers - 1) if workers > 1 else 1.0
 
     def domains(self, level: int) -> int:
         """Returns the number of domains in one worker of the level outside: the ranks of an all-to-all group."""
         return self.workers[level] // self.sizes[level]
-
-    def communication(self, one: int, other: int, level: int) -> Kind | None:
-        """Returns what two ranks exchange at a level: ALL_GATHER, ALL_TO_ALL or nothing (Algorithm 1).
-
-        The printed algorithm asks for the same place at the levels inside this one only. Then two GPUs of different
-        data centres would gather over the links of a node: here the places at the levels outside must be the same too.
-        """
-        mine, its = self.location(one), self.location(other)
-        if mine[:level] != its[:level] or mine[level + 1 :] != its[level + 1 :]:
-            return None
-        (domain, offset), (its_domain, its_offset) = (divmod(place[level], self.sizes[level]) for place in (mine, its))
-        if domain == its_domain and offset != its_offset:
-            return Kind.ALL_GATHER
-        if domain != its_domain and offset == its_offset:
-            return Kind.ALL_TO_ALL
-        return None
 
     @property
     def groups(self) -> int:
@@ -110,7 +95,9 @@ class ExpertDomains:
         return sum(self.domains(level) > 1 for level in range(self.levels)) + travelling + (travelling > 0)
 
     def gather_groups(self, level: int) -> Groups:
-        """The groups in which experts travel, each with its ranks ascending; groups in the order of first ranks."""
+        """Returns the groups of a level in which experts travel: each has its ranks ascending, and their first ranks
+        ascend.
+        """
         stride, size = self.stride(level), self.sizes[level]
         firsts = (rank for rank in range(self.world) if rank // stride % size == 0)
         return tuple(tuple(first + index * stride for index in range(size)) for first in firsts)
@@ -125,17 +112,12 @@ class ExpertDomains:
         return any(len({node_of[rank] for rank in group}) > 1 for group in groups)
 
     def all_to_all_groups(self, level: int) -> Groups:
-        """The groups in which tokens travel: index i of a group is in domain i. Order as of `gather_groups`."""
+        """Returns the groups of a level in which tokens travel: rank i of a group is in domain i. The groups are in the
+        order of `gather_groups`.
+        """
         stride, size, workers = self.stride(level), self.sizes[level], self.workers[level]
         firsts = (rank for rank in range(self.world) if rank // stride % workers < size)
         return tuple(tuple(first + place * stride for place in range(0, workers, size)) for first in firsts)
-
-    def messages(self, level: int) -> dict[Kind, int]:
-        """Returns the messages of all ranks at a level in one all-to-all and one all-gather (Table VII)."""
-        return {
-            Kind.ALL_TO_ALL: self.world * (self.domains(level) - 1),
-            Kind.ALL_GATHER: self.world * (self.sizes[level] - 1),
-        }
 
 
 def stationary(workers: tuple[int, ...]) -> ExpertDomains:
@@ -173,3 +155,12 @@ def find_levels(nodes: Sequence[int]) -> tuple[int, ...]:
             "are not levels of equal workers: name the levels with --moe-opt-levels"
         )
     return number, each
+
+
+def levels_of_layout(layout: Layout, node_of: Sequence[int]) -> tuple[int, ...]:
+    """Returns the levels of the first expert-parallel group of a layout, see find_levels.
+
+    Args:
+        node_of: the node of each rank, [world size].
+    """
+    return find_levels([node_of[rank] for rank in layout.first_group("ep")])

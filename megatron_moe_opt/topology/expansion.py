@@ -26,7 +26,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class MoeModel:
-    """What a model must be divisible by."""
+    """The sizes of a model that parallel sizes must divide."""
 
     experts: int
     attention_heads: int
@@ -45,12 +45,12 @@ class Expansion:
 
     @property
     def direction(self) -> str:
-        """How CP lies to EP in the chosen layout, in the paper's word."""
+        """Returns how CP lies to EP in the chosen layout, in the paper's word: horizontal or vertical."""
         return "horizontal" if self.chosen.order == HORIZONTAL else "vertical"
 
     @property
     def network(self) -> int:
-        """Ranks of one TP position that a switch network has to connect for the chosen layout."""
+        """Returns how many ranks of one TP position a switch network has to connect for the chosen layout."""
         return (
             self.chosen.cp * self.chosen.ep if self.direction == "horizontal" else max(self.chosen.cp, self.chosen.ep)
         )
@@ -66,11 +66,12 @@ def expand(
     ep: int | None = None,
     pp: int = 1,
 ) -> Expansion:
-    """Layouts of one training stage: TP (and expert-TP as much) inside the node, CP and EP over nodes.
+    """Returns the layouts that fit a cluster for a model and a context length, and which of them the paper's rule
+    chooses. TP, and expert-TP as much, lie inside the node, CP and EP over nodes.
 
-    CP is the least size with which a TP group holds its part of the context, and into which Megatron can cut the
-    context. The paper's rule then chooses: cp < ep is horizontal if there are cp * ep TP groups for it and the switch
-    network connects them; everything else is vertical.
+    CP is the least size with which a TP group can hold its part of the context, and into which Megatron can cut the
+    context. The rule then chooses: cp < ep is horizontal if there are cp * ep TP groups for it and the switch network
+    connects them; everything else is vertical.
 
     Args:
         machines: the cluster.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import RoutingError
+from megatron_moe_opt.topology.agreement import known_to_all
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,8 @@ class TokenCopies:
     ) -> TokenCopies:
         """Returns the groups of a layer. A collective call over both of them."""
         holders = dist.get_process_group_ranks(tp)
-        known: list[tuple[int, int]] = [(0, 0)] * groups.joint_size
-        dist.all_gather_object(known, (tp.rank(), holders[0]), group=groups.joint)
-        tp_ranks, first_holders = zip(*known, strict=True)
-        ep_ranks: list[int] = [0] * tp.size()
-        dist.all_gather_object(ep_ranks, groups.ep_rank, group=tp)
+        tp_ranks, first_holders = zip(*known_to_all((tp.rank(), holders[0]), groups.joint), strict=True)
+        ep_ranks = known_to_all(groups.ep_rank, tp)
         joint = dist.get_process_group_ranks(groups.joint)
         like = torch.tensor([first_holders.index(first) for first in first_holders])
         shape = groups.ep_size, groups.etp_size

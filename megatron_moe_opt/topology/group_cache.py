@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -39,3 +40,9 @@ def _without_groups(argument: Hashable) -> Hashable:
     if isinstance(argument, ExpertGroups):
         return tuple(map(_without_groups, (argument.ep, argument.etp, argument.joint)))
     return argument
+
+
+@cached_by_group
+def nodes_of(group: ProcessGroup) -> NodeMap:
+    """Returns the nodes of a group's ranks, by their number in it. A collective call over the group, once."""
+    return discover_nodes(group)

@@ -76,12 +76,12 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Size of data parallelism for attention: what TP, CP and PP leave of the ranks."""
+        """Returns the size of data parallelism for attention: what TP, CP and PP leave of the ranks."""
         return self.world // (self.tp * self.cp * self.pp)
 
     @property
     def expert_dp(self) -> int:
-        """Size of data parallelism for experts: what expert-TP, EP and PP leave of the ranks."""
+        """Returns the size of data parallelism for experts: what expert-TP, EP and PP leave of the ranks."""
         return self.world // (self.expert_tp * self.ep * self.pp)
 
     def size(self, role: Role) -> int:
@@ -89,7 +89,7 @@ class Layout:
         return getattr(self, role.replace("-", "_"))
 
     def groups(self, role: Role) -> Groups:
-        """The groups of `role`, each with its ranks in group order; groups in the order of their first ranks."""
+        """Returns the groups of `role`: each has its ranks in group order, and their first ranks ascend."""
         stride, size = self._stride(role), self.size(role)
         firsts = (rank for rank in range(self.world) if rank // stride % size == 0)
         return tuple(tuple(range(first, first + stride * size, stride)) for first in firsts)
@@ -111,13 +111,14 @@ class Layout:
 
     @property
     def first_joint_group(self) -> tuple[int, ...]:
-        """The first of `joint_groups`."""
+        """Returns the first of `joint_groups`, which rank 0 is in, without listing the others."""
         shards = self.first_group("expert-tp")
         return tuple(rank + shard for rank in self.first_group("ep") for shard in shards)
 
     @cached_property
     def blocks(self) -> Groups:
-        """The ranks that EP and CP together connect: each block needs a switch network of its own at least.
+        """Returns the blocks of ranks that EP and CP groups together connect. Each needs a switch network of its own at
+        least.
 
         With expert-TP = TP a block is at one TP position of its nodes, and holds cp * ep ranks where CP and EP are
         orthogonal, the larger of both where one lies along the other.

@@ -42,11 +42,11 @@ def discover_nodes(group: dist.ProcessGroup | None = None) -> NodeMap:
     """
     import torch.distributed as dist
 
+    from megatron_moe_opt.topology.agreement import known_to_all
+
     if not dist.is_initialized():
         return NodeMap()
-    names: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(names, node_name(), group=group)
-    return NodeMap(number_nodes(names))
+    return NodeMap(number_nodes(known_to_all(node_name(), group)))
 
 
 def number_nodes(names: Sequence[str]) -> tuple[int, ...]:

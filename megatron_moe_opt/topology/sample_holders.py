@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.topology.agreement import known_to_all
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.nodes import node_name, number_nodes
 
@@ -42,8 +43,7 @@ class SampleHolders:
             ConfigurationError: on all ranks, if a TP group has ranks outside the joint group.
         """
         joint = dist.get_process_group_ranks(groups.joint)
-        known: list[tuple[list[int], str]] = [([], "")] * len(joint)
-        dist.all_gather_object(known, (dist.get_process_group_ranks(tp), node_name()), group=groups.joint)
+        known = known_to_all((dist.get_process_group_ranks(tp), node_name()), groups.joint)
         return cls.from_ranks(joint, *zip(*known, strict=True), groups.etp_size)
 
     @classmethod

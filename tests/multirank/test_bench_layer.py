@@ -207,7 +207,7 @@ def _experts_in_turns():
     """Returns the bytes of the experts that a compressed variant's step sends: alone, and
     after a step of a whole one.
     """
-    from megatron_moe_opt.cli.ranks import parallel_layer
+    from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
     from megatron_moe_opt.topology.nodes import NodeMap
     from tests.ranks.layers import layer_with
 

@@ -12,8 +12,8 @@ BUILDERS = ("schedules/pipeline.py", "schedules/issue_order.py")
 
 def _calls(variant: str) -> tuple[int, dict[tuple[str, str], int]]:
     """Ops of a step of a layer that is warm, and the calls of the package's functions in it."""
-    from megatron_moe_opt.cli.ranks import parallel_layer
     from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
+    from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
     from tools.python_per_op import calls_of_a_step
 

@@ -161,10 +161,10 @@ def held_after_a_pass(strategy: str, settings: dict[str, Any]) -> tuple[int, int
     import gc
 
     import megatron_moe_opt
-    from megatron_moe_opt.cli.bench.live_memory import LiveTensors
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
     from tests.ranks.megatron import moe_config, parallel
+    from tools.live_memory import LiveTensors
 
     with parallel(ep=4):
         megatron_moe_opt.register(Options(partitions=3, memory_reuse=strategy))

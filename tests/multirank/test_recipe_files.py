@@ -21,6 +21,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.topology.layouts import Layout
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -53,15 +54,19 @@ def failures_of_saving(folder: str) -> list[str]:
     with recipes(), parallel(ep=2):
         import checkpoint
         from agreement import RankError, TrainingError
-        from arguments import Layout
 
         arguments = argparse.Namespace(**dict.fromkeys(checkpoint.MODEL_ARGUMENTS, 1))
         trained = gpt(num_layers=1)
         scheduler = SimpleNamespace(state_dict=dict)
-        layout = Layout(1, 1, 1, 4, 2, 1, 2)
-        saving = checkpoint.Checkpointer(arguments, layout, trained.model, trained.optimizer, scheduler)
-        save = partial(saving.save, folder, consumed_samples=0)
-        found = [f"saved {save(iteration=1)}"]
+        parts = (trained.model, trained.optimizer, scheduler)
+        save = partial(checkpoint.Checkpointer(arguments, Layout(4, ep=2), *parts).save, folder, consumed_samples=0)
+        path = save(iteration=1)
+        found = [f"saved {path}"]
+        saved = checkpoint.dist_checkpointing.load_common_state_dict(str(path))
+        sizes = {"tensor": 1, "pipeline": 1, "context": 1, "data": 4, "expert": 2, "expert_tensor": 1}
+        assert saved["layout"] == sizes  # under the names that they have in all checkpoints
+        with pytest.raises(ConfigurationError, match="DP 4, EP 2, expert-TP 1, but this run has TP 1, .* EP 1,"):
+            checkpoint.Checkpointer(arguments, Layout(4), *parts).load(path)
 
         def failure(kind: type[Exception]) -> None:
             with pytest.raises(kind) as failed:

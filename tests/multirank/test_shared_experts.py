@@ -77,6 +77,32 @@ def test_they_run_before_and_after_where_saved_tensors_are_hooked(ranks):
         assert error < 1e-6 and ran == [(Kind.COMPUTE, Kind.COMPUTE)] * 2 + [(Kind.GRADIENT, Kind.GRADIENT)]
 
 
+def several_times_in_a_graph(field: str, value: Any) -> Any:
+    from megatron_moe_opt.runtime.engine.recording import recording
+    from tests.ranks.megatron import parallel
+
+    class Several(BesideStock):
+        """Layers of a configuration by which Megatron has a graph call each several times."""
+
+        def _built(self, config: Any) -> Any:
+            setattr(config, field, value)
+            return super()._built(config)
+
+    with parallel(ep=4):
+        beside = Several(OVERLAPPED)
+        layer = beside.ours("mpmoe", Options(partitions=PARTITIONS))
+        with recording() as timelines:
+            found = beside.run(layer)
+        return max(beside.errors(found).values()), ends(timelines)
+
+
+@pytest.mark.parametrize("setting", [("mtp_use_repeated_layer", True), ("mlp_chunks_for_training", 2)], ids=str)
+def test_they_run_before_and_after_where_a_graph_has_a_layer_several_times(ranks, setting):
+    """DDP counts how often each of their parameters gets a gradient, and stock's graph gives one."""
+    for error, ran in ranks.run(several_times_in_a_graph, field=setting[0], value=setting[1]):
+        assert error < 1e-6 and ran == [(Kind.COMPUTE, Kind.COMPUTE), (Kind.GRADIENT, Kind.GRADIENT)]
+
+
 def trained_alone(trains: bool) -> list[float]:
     """Returns the errors of the output and of the gradients of shared experts where nothing else is trained, not even
     what comes before the layer.

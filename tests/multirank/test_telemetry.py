@@ -27,12 +27,13 @@ LINKS = ("inter-node MB", "intra-node MB")
 def telemetry(every_pass: bool = True, **options: Any) -> Any:
     """Layers that are built inside are watched; ranks sit on two nodes."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.observe import reports, telemetry_report
+    from megatron_moe_opt.integration.observe import reports
     from megatron_moe_opt.runtime.observed import layer_pass
+    from megatron_moe_opt.topology.group_cache import nodes_of
 
     reports.collect()  # what models of earlier tests left
     megatron_moe_opt.register(Options(telemetry=True, **options))
-    telemetry_report._nodes.cache_clear()
+    nodes_of.cache_clear()
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     try:
         with mock.patch.object(layer_pass, "STRIDE", 1 if every_pass else layer_pass.STRIDE):
@@ -40,7 +41,7 @@ def telemetry(every_pass: bool = True, **options: Any) -> Any:
     finally:
         megatron_moe_opt.register()
         del os.environ["GROUP_RANK"]
-        telemetry_report._nodes.cache_clear()
+        nodes_of.cache_clear()
 
 
 def totals(report: dict[int, dict[str, float]]) -> dict[str, float]:

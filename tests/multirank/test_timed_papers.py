@@ -105,7 +105,7 @@ def _time(name, out):
 
 def _fastermoe_and_stock():
     from megatron_moe_opt import register
-    from megatron_moe_opt.cli.ranks import parallel_layer
+    from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
 
     register()

@@ -1,17 +1,21 @@
-"""Settings of the property tests; commands in this process; the stream executor in software."""
+"""Settings of the property tests; commands in this process; kernels of each instruction set; the stream executor in
+software.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import megatron_moe_opt
+from megatron_moe_opt.kernels.extension import load_extension
 from tests.accelerator.executor_library import SoftwareExecutor, build
 from tests.accelerator.makespans import LANES
+from tests.unit.permute_cases import CPU_KERNELS
 
 # What an example takes, or making it, says how busy the machine is and nothing about the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,6 +37,14 @@ def command(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
         return end.value.code or 0, printed.out, printed.err
 
     return run
+
+
+@pytest.fixture(params=CPU_KERNELS)
+def cpu_kernels(request) -> Iterator[str]:
+    """Has the kernels of an instruction set run on this processor: of each that it has, in turn."""
+    load_extension().select_cpu_kernels(request.param)
+    yield request.param
+    load_extension().select_cpu_kernels("best")
 
 
 @pytest.fixture(scope="module")

@@ -455,11 +455,14 @@ def test_a_schedule_of_forward_passes_alone_is_no_step_of_training(timed):
     """Reinforcement learning samples in such ones, with the model in training mode."""
     controller, layer, _ = timed
     (planned_layer,) = controller.layers
-    schedule = _followed(lambda num_microbatches, forward_only: layer(torch.tensor([7.0 if forward_only else 1.0])))
+
+    def stock(num_microbatches, forward_only):
+        layer(torch.tensor([7.0 if forward_only else 1.0]))
+
     for _ in range(3):
         planned_layer.look()
         for forward_only in (True, False):
-            schedule(num_microbatches=1, forward_only=forward_only)
+            _followed(stock, num_microbatches=1, forward_only=forward_only)
         assert planned_layer.passes == 1
         controller.after_step()
     assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0

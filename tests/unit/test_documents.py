@@ -10,7 +10,7 @@ import pytest
 
 from megatron_moe_opt.integration.checks import readers
 from megatron_moe_opt.options import Options, options_help
-from megatron_moe_opt.systems.system import flag_of
+from megatron_moe_opt.systems.system import PREFIX, flag_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/*.md")])
@@ -37,11 +37,28 @@ def test_links_lead_somewhere(page):
             assert anchor in _anchors(linked), f"{page.name}: {target}"
 
 
-def test_the_reference_has_every_option_of_training_and_who_reads_it():
-    rows = re.findall(
-        r"^\| `(--moe-opt-[a-z-]+)` \| ([^|]*) \|", (ROOT / "docs/reference.md").read_text(), re.MULTILINE
-    )
-    assert rows == [(flag_of(Options, one.name), ", ".join(readers(one.name)) or "all") for one in fields(Options)]
+def test_the_reference_has_every_option_of_training_who_reads_it_and_what_it_does():
+    text = (ROOT / "docs/reference.md").read_text()
+    rows = re.findall(r"^\| `(--moe-opt-[a-z-]+)` \| ([^|]*) \| ([^|]*) \|", text, re.MULTILINE)
+    assert rows == [
+        (
+            flag_of(Options, one.name),
+            ", ".join(readers(one.name)) or "all",
+            one.metadata["help"] % {"default": one.default},  # as argparse writes it
+        )
+        for one in fields(Options)
+    ]
+
+
+def test_the_reference_names_the_fields_that_are_not_called_as_their_options():
+    text = (ROOT / "docs/reference.md").read_text()
+    unlike = {
+        (flag_of(Options, one.name), one.name)
+        for one in fields(Options)
+        if flag_of(Options, one.name) != PREFIX + one.name.replace("_", "-")
+    }
+    _, _, of_those = text.partition("differs: ")
+    assert set(re.findall(r"`(--moe-opt-[a-z-]+)` is `(\w+)`", of_those)) == unlike
 
 
 def test_options_of_training_are_there():

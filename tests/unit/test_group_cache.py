@@ -9,13 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron_moe_opt.integration.layer import netmoe_layer
-from megatron_moe_opt.integration.observe import telemetry_report
-from megatron_moe_opt.topology import domain_groups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.topology.group_cache import nodes_of
 
 USES = {
-    "nodes of levels": lambda group: domain_groups._nodes(group),
-    "nodes of telemetry": lambda group: telemetry_report._nodes(group),
+    "nodes": nodes_of,
     "holders of samples": lambda group: netmoe_layer._holders(ExpertGroups(group, None, group), group),
 }
 

@@ -76,9 +76,14 @@ def test_plan_is_what_tokens_sent_one_by_one_add_up_to(routing):
         assert int((table.place_in_domain == len(owned)).sum()) == experts + 1 - len(owned)
 
 
+def num_counts(table):
+    """How many counts a rank has."""
+    return table.columns[-1] + table.num_experts
+
+
 def count(table, tokens):
     """A rank's counts, from a set for every token."""
-    counts = [0] * table.num_counts
+    counts = [0] * num_counts(table)
     for level, first in zip(table.levels, table.columns, strict=False):
         region = table.region_of_experts(level)
         for token in tokens:
@@ -123,13 +128,13 @@ def test_parts_and_shards_are_planned_as_each_by_itself(routing, etp_size, sampl
     rank = int(torch.randint(domains.world, (), generator=generator))
     etp_rank = int(torch.randint(etp_size, (), generator=generator))
     table = DomainTables(domains, rank, experts)
-    shape = domains.world, etp_size, samples, parts, table.num_counts + has_tokens
+    shape = domains.world, etp_size, samples, parts, num_counts(table) + has_tokens
     counts = torch.randint(9, shape, generator=generator)
     plans = table.plan(counts, etp_rank)
     assert len(plans) == parts
     for part, plan in enumerate(plans):
         of_shards = [
-            plan_by_hand(table, counts[:, shard, :, part, : table.num_counts].sum(1)) for shard in range(etp_size)
+            plan_by_hand(table, counts[:, shard, :, part, : num_counts(table)].sum(1)) for shard in range(etp_size)
         ]
         assert {level: (hop.sent, hop.received) for level, hop in plan.hops.items()} == of_shards[etp_rank][0]
         held = torch.tensor([rows for _, rows in of_shards]).sum(0)
@@ -154,7 +159,7 @@ class Operations(TorchDispatchMode):
 def test_planning_64_ranks_asks_pytorch_for_no_arithmetic():
     """The host waits for nothing behind the counts' arrival: one list of all parts' experts is made, and cut."""
     table = DomainTables(ExpertDomains((8, 8), (1, 1)), rank=13, num_experts=256)
-    counts = torch.ones(64, 2, 1, 4, table.num_counts + 1, dtype=torch.int64)
+    counts = torch.ones(64, 2, 1, 4, num_counts(table) + 1, dtype=torch.int64)
     with Operations() as operations:
         plans = table.plan(counts, 1)
     assert operations.names == ["aten.empty.memory_format", *["aten.as_strided.default"] * len(plans)]

@@ -9,7 +9,7 @@ import pytest
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import netmoe
-from megatron_moe_opt.schedules.expert_migration import gathered, hop_back, hop_out, renewed, returned
+from megatron_moe_opt.schedules.expert_migration import RENEWED, gathered, hop_back, hop_out, returned
 from megatron_moe_opt.schedules.hops import HopBytes, HopStages, role
 from megatron_moe_opt.schedules.monta import EXPERT_TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
@@ -75,7 +75,7 @@ def test_experts_travel_level_by_level_beside_the_hops(build, kind):
         (returned({1: 16, 0: 8}), "reduce_scatter sum reduce_scatter sum"),
         (returned({1: 16, 0: 8}, is_coded=True), "encode_gradient reduce_scatter decode_gradient " * 2),
         (returned({1: 16, 0: 8}, deferred=16), "sum reduce_scatter sum reduce_scatter sum"),
-        (renewed(8), "reduce_scatter sum all_gather"),
+        (RENEWED.sized([8]), "reduce_scatter sum all_gather"),
     ],
 )
 def test_what_travels_beside_goes_one_op_after_another(schedule, kinds):

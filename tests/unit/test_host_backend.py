@@ -133,7 +133,7 @@ def test_replace_reaches_modules_that_hold_the_original():
 
 
 def test_replace_refuses_a_name_that_is_not_there():
-    with pytest.raises(patching.MissingSeamError, match=r"adapts megatron\.gone\.double, which this version does not"):
+    with pytest.raises(ConfigurationError, match=r"adapts megatron\.gone\.double, which this version does not"):
         patching.replace(types.ModuleType("megatron.gone"), "double", lambda original: original)
 
 

@@ -35,6 +35,11 @@ def test_times_of_a_pass(calls, expected):
     assert backward == Times(expected.combine, expected.experts, expected.dispatch, expected.exposed, expected.layer)
 
 
+def test_calls_that_overlap_are_one():
+    calls = direction([(1, 11.0), (-1, 11.5), (1, 12.0), (1, 13.0), (-1, 15.0), (-1, 15.5)])
+    assert calls.merged_calls(lambda instant: instant - 10) == [(1, 1.5), (2, 5.5)]
+
+
 def test_a_pass_that_did_not_end_has_no_times():
     for missing in ("begin", "exchange_begin", "exchange_end", "end"):
         cut = direction([(1, 13.0), (-1, 16.0)])

@@ -57,7 +57,7 @@ def case(request) -> tuple[LayerWorkload, Cluster, dict[str, float]]:
 def test_a_plan_has_them_as_they_were_predicted(case, tmp_path):
     layer, measured, seconds = case
     found, _ = candidates(layer, measured)
-    Plan.uniform([1], ALLTOALL, found, "here", ep=layer.ep, etp=layer.etp, experts=8).save(tmp_path / "plan.json")
+    Plan({1: ALLTOALL}, found, "here", layer.ep, layer.etp, experts=8).save(tmp_path / "plan.json")
     assert {one.variant: one.seconds for one in Plan.load(tmp_path / "plan.json").candidates} == seconds
 
 

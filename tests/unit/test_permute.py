@@ -7,10 +7,8 @@ import torch
 from hypothesis import given, settings
 
 from megatron_moe_opt import kernels
-from megatron_moe_opt.kernels.extension import load_extension
 from tests import kernel_reference as reference
 from tests.unit.permute_cases import (
-    CPU_KERNELS,
     DTYPES,
     PROB_DTYPES,
     ROUNDING,
@@ -27,13 +25,6 @@ def padding_arguments(routing_map, capacity):
     if capacity is None:
         return {}
     return {"num_out_tokens": capacity * routing_map.size(1), "drop_and_pad": True}
-
-
-@pytest.fixture(params=CPU_KERNELS)
-def cpu_kernels(request):
-    load_extension().select_cpu_kernels(request.param)
-    yield request.param
-    load_extension().select_cpu_kernels("best")
 
 
 def test_rows_of_a_small_map_by_hand():

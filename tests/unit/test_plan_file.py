@@ -28,10 +28,8 @@ def test_comes_back(tmp_path):
     assert Plan.load(tmp_path / "plan.json") == with_settings
 
 
-def test_uniform_names_every_layer():
-    plan = Plan.uniform([2, 3], "mpmoe:2", CANDIDATES, "a cluster", ep=8, etp=1, experts=64)
-    assert plan.layers == {2: "mpmoe:2", 3: "mpmoe:2"}
-    assert plan.variant_of(3, "plan.json") == "mpmoe:2"
+def test_it_says_what_a_layer_runs():
+    assert PLAN.variant_of(5, "plan.json") == "monta:O2x4"
 
 
 @pytest.mark.parametrize(

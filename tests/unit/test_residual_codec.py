@@ -10,20 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt import kernels
-from megatron_moe_opt.kernels.extension import load_extension
 from tests import kernel_reference as reference
 from tests.unit.codec_cases import BLOCK, DTYPES, FILLS, check_decode, check_encode, pair, same_values
-from tests.unit.permute_cases import CPU_KERNELS
 from tools.bench_kernels import CodecWorkload
 
 SAMPLED = 70_000  # elements from which on the k-th magnitude is guessed from a sample
-
-
-@pytest.fixture(params=CPU_KERNELS)
-def cpu_kernels(request):
-    load_extension().select_cpu_kernels(request.param)
-    yield request.param
-    load_extension().select_cpu_kernels("best")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from megatron_moe_opt.kernels import streams
 from megatron_moe_opt.runtime.engine import started
 from megatron_moe_opt.runtime.engine.executor import Executor, LaneError
 from megatron_moe_opt.runtime.engine.steps import Steps
-from megatron_moe_opt.schedules.expert_migration import decoded, gathered
+from megatron_moe_opt.schedules.expert_migration import DECODED, gathered
 from megatron_moe_opt.schedules.issue_order import EXPERT_KERNELS
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from tests.accelerator.software import CALLER, Adversary, Device, Queues, play
@@ -128,7 +128,7 @@ def compressed(monkeypatch, queues, at_begin=6, decodes_apart=True, waits_at_onc
         queue = ("decoded", None if waits_at_once else message) if decodes_apart else ()
         if waits_at_once:
             message.wait()
-        decodes.append(executor.start(decoded(2), [code()], *queue))
+        decodes.append(executor.start(DECODED.sized([2]), [code()], *queue))
 
     for number in range(at_begin):
         send()
@@ -207,7 +207,7 @@ def test_with_one_queue_nothing_is_issued_for_what_is_behind_something_else(monk
             executor.start(gathered({0: 2}, is_coded=True), [coded(f"encode {one}"), coded(f"gather {one}")])
             for one in range(2)
         ]
-        decoding = executor.start(decoded(2), [coded("decode 1")], "decoded", messages[1])
+        decoding = executor.start(DECODED.sized([2]), [coded("decode 1")], "decoded", messages[1])
         assert log == ["encode 0", "gather 0"]
         if asks:
             decoding.wait()

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from megatron_moe_opt.dispatchers.dispatcher import map_rows
-from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher, PartitionedRows
+from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher, Partitioned, PartitionedRows
 from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Partitions
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.predicting.baselines import GROUP
@@ -27,7 +27,7 @@ GROUPS = 2
 
 
 class RowsByGroup(PartitionedRows):
-    """A pass with a row for each expert of a token, those for the experts of this rank's own group first.
+    """The rows of a pass, one for each expert of a token, those for the experts of this rank's own group first.
 
     `counts` has each rank's experts in its own order, which begins with its group's.
     """
@@ -75,14 +75,15 @@ class FasterMoeDispatcher(MpmoeDispatcher):
         *,
         capacity: int | None = None,
         num_rows: int | None = None,
-    ) -> tuple[torch.Tensor, RowsByGroup]:
+    ) -> tuple[torch.Tensor, Partitioned]:
         """Groups this rank's tokens by group, and by rows by expert, each row with its probabilities behind it."""
         groups = self.groups
         first = first_expert(groups.ep_rank, groups.ep_size, routing_map_TE.size(1))
         in_order = routing_map_TE.roll(-first, 1)
         row_map, counts = map_rows(in_order, groups, capacity=capacity, num_rows=num_rows)
         packed, own = permuted(tokens_TH, probs_TE.roll(-first, 1), row_map, self.wire)
-        return packed, RowsByGroup(Partitions(GROUPS), probs_TE.dtype, own, counts, groups)
+        partitions = Partitions(GROUPS)
+        return packed, Partitioned(partitions, probs_TE.dtype, RowsByGroup(partitions, own, counts, groups))
 
 
 def first_expert(ep_rank: int, ep_size: int, experts: int) -> int:

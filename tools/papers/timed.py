@@ -266,12 +266,12 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
     from megatron_moe_opt.cli.bench.balance import routing_balance
     from megatron_moe_opt.cli.bench.predicted import predict_layer, workload_of
     from megatron_moe_opt.cli.bench.run import time_rounds
-    from megatron_moe_opt.cli.ranks import parallel_layer
+    from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
     from megatron_moe_opt.integration.measuring.under_test import layers_under_test
     from megatron_moe_opt.planning.predicting.baselines import deepspeed, fastermoe
     from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
     from megatron_moe_opt.planning.predicting.parm import ParmFits, algorithm_1
-    from megatron_moe_opt.topology.domains import find_levels
+    from megatron_moe_opt.topology.domains import levels_of_layout
 
     settings, nodes = point.layer, cluster.world.nodes
     ep = settings.ep_size(len(nodes))
@@ -282,8 +282,7 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
         seconds = time_rounds(layers, settings, device)
         balance = routing_balance(settings, ep, device)
     predicted = dict(predict_layer(settings, ep, balance, nodes, cluster).seconds)
-    workers = find_levels([nodes[rank] for rank in cluster.world.layout.groups("ep")[0]])
-    work = workload_of(settings, ep, balance, workers)
+    work = workload_of(settings, ep, balance, levels_of_layout(cluster.world.layout, nodes))
     chosen = {}
     if "deepspeed" in settings.dispatchers:
         predicted["deepspeed"] = deepspeed(LayerOnCluster(work, cluster)).seconds

@@ -16,8 +16,8 @@ def bench(
         typer.Option(
             help="Dispatchers to compare, separated by commas; alltoall always runs (with --replicated: deepspeed). "
             "monta:O3x8 is level O3 with 8 chunks, parm:S2 schedule S2, mpmoe:4:S3 4 partitions that share memory by "
-            "strategy S3, expert-migration:2x1 its domain sizes, mpmoe:4:hops:2x1 both, flex:hybridep Megatron's flex "
-            "over that package; "
+            "strategy S3, expert-migration:2x1 experts that travel in domains 2x1, mpmoe:4:hops:2x1 4 partitions whose "
+            "tokens hop, with experts travelling in domains 2x1, flex:hybridep Megatron's flex over that package; "
             "auto, monta:auto and the like choose by --profile."
         ),
     ] = "monta,deepspeed",

@@ -12,7 +12,7 @@ from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.systems.expert_migration import without_ratio
-from megatron_moe_opt.topology.domains import find_levels
+from megatron_moe_opt.topology.domains import levels_of_layout
 from megatron_moe_opt.topology.layouts import Layout
 from megatron_moe_opt.variants import split_variant, whole_variant
 
@@ -94,8 +94,8 @@ def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, worke
 
 def _levels(settings: LayerSettings, ep: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the network levels of the first expert-parallel group; none where its nodes are uneven."""
-    group = Layout(len(nodes), tp=settings.tp, ep=ep, expert_tp=settings.expert_tp).first_group("ep")
+    layout = Layout(len(nodes), tp=settings.tp, ep=ep, expert_tp=settings.expert_tp)
     try:
-        return find_levels([nodes[rank] for rank in group])
+        return levels_of_layout(layout, nodes)
     except ConfigurationError:
         return ()

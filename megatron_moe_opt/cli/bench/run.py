@@ -16,15 +16,16 @@ import megatron_moe_opt
 from megatron_moe_opt.cli.bench.balance import routing_balance
 from megatron_moe_opt.cli.bench.link_rates import LinkRates, WireLimit, wire_limit
 from megatron_moe_opt.cli.bench.links import measure_links
-from megatron_moe_opt.cli.bench.live_memory import peak_memory_growth
+from megatron_moe_opt.cli.bench.peak_memory import peak_memory_growth
 from megatron_moe_opt.cli.bench.predicted import Predicted, predict_layer
 from megatron_moe_opt.cli.bench.recorded_step import record_step
 from megatron_moe_opt.cli.console import progress, report_console, say_written
-from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer, world_size
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group, world_size
 from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport, print_report
 from megatron_moe_opt.cli.report.saved_report import write_report
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import STOCK, LayerSettings, torch_dtype
+from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
 from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.measuring.timing import slowest, timed
 from megatron_moe_opt.integration.measuring.workloads import check_routing
@@ -32,10 +33,10 @@ from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.costs.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.row_format import WireFormat
-from megatron_moe_opt.runtime.job.agreement import known_to_all
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
 from megatron_moe_opt.runtime.observed.traffic_rows import TrafficRow
 from megatron_moe_opt.systems import dispatcher_names
+from megatron_moe_opt.topology.agreement import known_to_all
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 from megatron_moe_opt.variants import FLEX, split_wire
 from megatron_moe_opt.versions import software

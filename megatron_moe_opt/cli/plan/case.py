@@ -62,17 +62,17 @@ class Case:
 
     @cached_property
     def chosen(self) -> Prediction:
-        """The candidate to run in all MoE layers: of those that fit, if any does."""
+        """Returns the candidate to run in all MoE layers: the best of those that fit, or of all where none does."""
         return best([one for one in self.candidates if self.fits(one)] or self.candidates)
 
     @cached_property
     def stock(self) -> Prediction | None:
-        """The candidate that stock Megatron is; None where it does not train."""
+        """Returns the candidate that stock Megatron is; None where stock does not train."""
         return next((one for one in self.candidates if one.variant == ALLTOALL), None)
 
     @cached_property
     def narrowed(self) -> dict[Wire, Prediction]:
-        """The fastest candidate with each format in which rows would be narrower on the wire."""
+        """Returns the fastest candidate with each format in which rows would be narrower on the wire."""
         wires = narrower(self.workload.element_bytes)
         return fastest_narrowed(self.workload, self.site.cluster, self.settings.activation_budget, wires)
 
@@ -88,7 +88,7 @@ class Case:
 
     @property
     def families(self) -> list[str]:
-        """The systems that have candidates, the fastest first."""
+        """Returns the systems that have candidates, the one of the fastest candidate first."""
         return list(dict.fromkeys(one.family for one in self.candidates))
 
     def candidate(self, variant: str) -> Prediction:
@@ -182,8 +182,7 @@ class Case:
         lies = self.expansion
         expansion = lies and {"direction": lies.direction, "reason": lies.reason, "order": lies.chosen.order,
                               "switch_ranks": lies.network}  # fmt: skip
-        return Plan.uniform(
-            layers, self.chosen.variant, self.candidates, self.settings.cluster, ep=layout.ep, etp=layout.expert_tp,
-            experts=model.experts, gpu_settings=self.site.cluster.gpu_settings, made_for=made_for,
-            expansion=expansion,
+        return Plan(
+            dict.fromkeys(layers, self.chosen.variant), self.candidates, self.settings.cluster, layout.ep,
+            layout.expert_tp, model.experts, self.site.cluster.gpu_settings, made_for, expansion or {},
         )  # fmt: skip

@@ -72,7 +72,9 @@ def plan(
     ] = None,
     micro_batches: Annotated[
         int | None,
-        typer.Option(min=1, help="Of a step and data-parallel rank.", show_default="1", rich_help_panel=_STEP),
+        typer.Option(
+            min=1, help="Micro-batches of a step on each data-parallel rank.", show_default="1", rich_help_panel=_STEP
+        ),
     ] = None,
     global_batch: Annotated[
         int | None,

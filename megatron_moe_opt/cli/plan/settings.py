@@ -18,7 +18,8 @@ from megatron_moe_opt.planning.training.arrangements import Arrangement
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.throughput import GpuSpeed
-from megatron_moe_opt.row_format import LANE_BYTES
+from megatron_moe_opt.row_format import ELEMENT_BYTES, LANE_BYTES
+from megatron_moe_opt.topology.domains import levels_of_layout
 from megatron_moe_opt.topology.layouts import Layout, layout_of_options
 
 MODEL_SIZES = {field.name: bool if field.type == "bool" else int for field in fields(ModelShape)}
@@ -67,7 +68,7 @@ class PlanSettings:
     @property
     def element_bytes(self) -> int:
         """Bytes of an element of tokens and weights."""
-        return {"bf16": 2, "fp32": 4}[self.dtype]
+        return ELEMENT_BYTES[self.dtype]
 
     def arranged(self, one: Arrangement) -> PlanSettings:
         """Returns these settings with the layout and the micro-batches of an arrangement."""
@@ -116,7 +117,6 @@ class PlanSettings:
 class Site:
     """The cluster that the model trains on, and how it is laid out there."""
 
-    name: str
     cluster: Cluster
     layout: Layout
     workers: tuple[int, ...]
@@ -177,8 +177,8 @@ def _known(settings: PlanSettings, model: ModelShape) -> Site:
     known = _with_bandwidths(replace(known, device=device), settings)
     cluster = describe(known, layout, model.hidden, max(model.ffn // layout.expert_tp, 1), settings.dtype)
     workers = levels_of_ep(known, layout)
-    named = workers != _levels_of_nodes(cluster, layout)
-    return Site(settings.cluster, cluster, layout, workers, named, device, known.memory)
+    named = workers != levels_of_layout(layout, cluster.world.nodes)
+    return Site(cluster, layout, workers, named, device, known.memory)
 
 
 def _with_bandwidths(known: KnownCluster, settings: PlanSettings) -> KnownCluster:
@@ -213,7 +213,7 @@ def _measured(settings: PlanSettings) -> Site:
     layout = _layout({flag: size or measured.get(flag, 1) for flag, size in settings.sizes.items()})
     tp = None if settings.sequence_parallel else layout.tp
     cluster.check_groups(file, OUR_FLAGS, ep=layout.ep, expert_tp=layout.expert_tp, tp=tp)
-    workers = _levels_of_nodes(cluster, world.layout)
+    workers = levels_of_layout(world.layout, world.nodes)
     peak, efficiency = given.get("tflops"), given.get("efficiency")
     if (peak is None) is not (efficiency is None):
         there, missing = ("tflops", "efficiency") if efficiency is None else ("efficiency", "tflops")
@@ -222,14 +222,7 @@ def _measured(settings: PlanSettings) -> Site:
             "both, or neither"
         )
     device = None if peak is None or efficiency is None else GpuSpeed(peak * 1e12, efficiency)
-    return Site(settings.cluster, cluster, layout, workers, False, device, None)
-
-
-def _levels_of_nodes(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
-    """Returns the network levels of an EP group as a run finds them, from which ranks share a node."""
-    from megatron_moe_opt.topology.domains import find_levels
-
-    return find_levels([cluster.world.nodes[rank] for rank in layout.first_group("ep")])
+    return Site(cluster, layout, workers, False, device, None)
 
 
 def _layout(sizes: Mapping[str, int]) -> Layout:

@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from megatron_moe_opt.cli.console import progress, report_console, say, say_written
 from megatron_moe_opt.cli.profile.curves_table import curves_table, interference_table
-from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from megatron_moe_opt.topology.domains import find_levels
+from megatron_moe_opt.topology.domains import levels_of_layout
 from megatron_moe_opt.topology.layouts import Layout, layout_of_options
 from megatron_moe_opt.topology.nodes import discover_nodes
 
@@ -77,8 +78,7 @@ def measured(settings: ProfileSettings, device: torch.device) -> Cluster:
     from megatron_moe_opt.integration.measuring.measure import Sizes, measure  # Megatron warns of much, see `begin`
 
     layout = settings.layout(dist.get_world_size())
-    node_of = discover_nodes().node_of
-    workers = find_levels([node_of[rank] for rank in layout.first_group("ep")])
+    workers = levels_of_layout(layout, discover_nodes().node_of)
     sizes = Sizes(settings.hidden, settings.ffn_hidden, settings.dtype, workers, codec=True)
     with (
         parallel_layer(layout.tp, layout.ep, layout.expert_tp, seed=1, cp=layout.cp),

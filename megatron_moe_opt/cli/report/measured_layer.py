@@ -40,7 +40,7 @@ class DispatcherResult:
     """What all ranks together sent in one step."""
     wire_limit: WireLimit | None
     peak_memory_bytes: int | None
-    """The growth of memory over one step (live_memory.peak_memory_growth) on the rank where it is largest, in bytes."""
+    """The growth of memory over one step (peak_memory_growth) on the rank where it is largest, in bytes."""
 
     @property
     def median(self) -> float:

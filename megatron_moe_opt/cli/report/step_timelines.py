@@ -12,11 +12,12 @@ import torch.distributed as dist
 from megatron_moe_opt.cli.bench.recorded_step import record_step
 from megatron_moe_opt.cli.bench.run import check
 from megatron_moe_opt.cli.console import report_console, say
-from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group
 from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import BASELINE, LayerSettings
+from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
 from megatron_moe_opt.planning.choosing.choice import check_choice
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
@@ -25,7 +26,7 @@ from megatron_moe_opt.planning.predicting.mpmoe import HOPS, costs_of
 from megatron_moe_opt.schedules.schedule import Op
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
 from megatron_moe_opt.systems.mpmoe import MPMOE
-from megatron_moe_opt.topology.domains import find_levels
+from megatron_moe_opt.topology.domains import levels_of_layout
 from megatron_moe_opt.variants import split_variant
 
 
@@ -83,8 +84,7 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Callable[[Op],
         return cluster.costs()
     _, options = split_variant(_variant(settings), None)
     world = cluster.world
-    group = world.layout.first_group("ep")
-    workers = find_levels([world.nodes[rank] for rank in group]) if HOPS in options.ways else ()
+    workers = levels_of_layout(world.layout, world.nodes) if HOPS in options.ways else ()
     layer = replace(settings.workload(ep), workers=workers)
     check_choice([(MPMOE, options)], layer, cluster)
     return costs_of(LayerOnCluster(layer, cluster), options.ways[0])

@@ -25,7 +25,7 @@ def record(
     *,
     output: Annotated[Path, typer.Option("--output", "-o", help="The trace to write.")],
     steps: Annotated[
-        str, typer.Option(help="Of the optimizer, the first and the last to record, counted from this run's first.")
+        str, typer.Option(help="Optimizer steps to record, FIRST-LAST, counted from 1 at the start of this run.")
     ] = "1-10",
 ) -> None:
     """Run a Megatron script, unmodified, and write which experts every token went to in some of its steps.

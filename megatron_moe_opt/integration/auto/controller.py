@@ -76,9 +76,9 @@ from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.runtime.engine.collectives import device_of
-from megatron_moe_opt.runtime.job.agreement import found_by_first, known_to_all
 from megatron_moe_opt.systems import moves_samples
 from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS
+from megatron_moe_opt.topology.agreement import found_by_first, known_to_all
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Controller:
 
     @property
     def current(self) -> str | None:
-        """The variant of the layers of this rank."""
+        """Returns the variant that the layers of this rank run; None: this rank has no such layers."""
         return self.layers[0].current if self.layers else None
 
     def add(self, layer: PlannedLayer) -> None:

@@ -83,17 +83,17 @@ class FirstStep:
 
     @property
     def workloads(self) -> list[LayerWorkload]:
-        """Those of all layers of all ranks."""
+        """Returns the workloads of all layers of all ranks."""
         return [one.workload for of_rank in self.seen for one in of_rank]
 
     @property
     def spare(self) -> int | None:
-        """Bytes that the fullest GPU with MoE layers may be planned with; None: they are not counted."""
+        """Returns the bytes that the fullest GPU with MoE layers may be planned with; None: they are not counted."""
         return min((one.spare for one in self.rooms if one.passes), default=None)
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """The fewest and the most tokens of a pass on any rank."""
+        """Returns the fewest and the most tokens of a pass on any rank."""
         found = [one.tokens for of_rank in self.seen for one in of_rank]
         return min(fewest for fewest, _ in found), max(most for _, most in found)
 

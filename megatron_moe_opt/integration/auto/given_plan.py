@@ -6,12 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_moe_opt import __version__
 from megatron_moe_opt.dispatchers.say import say_once, say_other_settings
-from megatron_moe_opt.integration.layer.configured_workload import moe_layers
+from megatron_moe_opt.integration.layer.configured_workload import moe_layers, type_of_rows
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.plan_file import Plan, facts_of_plan
 
@@ -30,7 +29,7 @@ def read_plan(file: Path, config: Any) -> Plan:
         hidden=config.hidden_size,
         ffn=config.moe_ffn_hidden_size,
         topk=config.moe_router_topk,
-        dtype="fp32" if config.params_dtype is torch.float32 else "bf16",  # fp16 is as long, and computed as fast
+        dtype=type_of_rows(config),
         ranks=dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1")),
         version=__version__,
     )

@@ -17,8 +17,8 @@ from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps
 from megatron_moe_opt.integration.layer.netmoe_layer import block_adds_up_otherwise, check_seams
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.runtime.job.agreement import known_to_all
 from megatron_moe_opt.systems.netmoe import NETMOE
+from megatron_moe_opt.topology.agreement import known_to_all
 
 
 class Look:
@@ -69,7 +69,7 @@ class Look:
         routing = [one.take() for one in heard]
         at_home = keeps_home(self.config, heard) or block_adds_up_otherwise([one.layer for one in self.layers])
         try:
-            check_seams(layer, self.options)
+            check_seams()
             blocks = self.config.virtual_pipeline_model_parallel_size or 1
             return saving_of(routing, layer.router.tp_cp_group, groups, blocks), at_home
         except ConfigurationError as error:  # on all ranks of the group
@@ -77,5 +77,7 @@ class Look:
 
 
 def passes_held(layer: PlannedLayer, config: Any) -> int:
-    """Passes of a layer whose activations a rank holds at once, by those that it had in the step looked at."""
+    """Returns how many passes of a layer a rank holds the activations of at once: as many as it had in the step that
+    was looked at, but no more than the pipeline has stages, virtual ones counted.
+    """
     return min(layer.passes, config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1))

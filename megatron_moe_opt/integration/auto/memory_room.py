@@ -76,7 +76,7 @@ def could_take(size: int) -> bool:
     """
     try:
         torch.empty(size, dtype=torch.uint8, device="cuda")
-    except torch.cuda.OutOfMemoryError:
+    except RuntimeError:  # PyTorch's OutOfMemoryError, or CUDA's own
         return False
     finally:
         torch.cuda.empty_cache()

@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from megatron_moe_opt.dispatchers.say import say
 from megatron_moe_opt.errors import ConfigurationError, reason
 from megatron_moe_opt.gpu_settings import gpu_settings
+from megatron_moe_opt.integration.layer.configured_workload import type_of_rows
 from megatron_moe_opt.integration.measuring.domain_moves import num_domain_groups
 from megatron_moe_opt.integration.measuring.measure import Sizes, measure, room_beside
 from megatron_moe_opt.integration.measuring.provenance import machine
@@ -32,7 +33,7 @@ from megatron_moe_opt.planning.costs.differences import differences
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job import failure_board
-from megatron_moe_opt.runtime.job.agreement import found_by_first, known_to_all
+from megatron_moe_opt.topology.agreement import found_by_first, known_to_all
 from megatron_moe_opt.topology.nodes import node_name, number_nodes
 from megatron_moe_opt.versions import software
 
@@ -64,11 +65,9 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
         seconds: to measure for.
     """
     layer = max(workloads, key=lambda one: (one.hidden * one.ffn, one.experts))
-    # Rows of half precision are as long, and computed as fast, in either type.
-    dtype = "fp32" if config.params_dtype is torch.float32 else "bf16"
     is_grouped = config.moe_grouped_gemm and not getattr(config, "moe_use_legacy_grouped_gemm", False)
     fused = {"moe_permute_fusion": config.moe_permute_fusion, "moe_grouped_gemm": is_grouped}
-    sizes = Sizes(layer.hidden, layer.ffn * layer.etp, dtype, layer.workers, fused=fused)
+    sizes = Sizes(layer.hidden, layer.ffn * layer.etp, type_of_rows(config), layer.workers, fused=fused)
     device = device_of(dist.group.WORLD)
     room = room_beside(device, number := num_domain_groups(sizes.workers))
     if room is not None and room < 0:  # a rank that ran out of memory would leave the others in a collective

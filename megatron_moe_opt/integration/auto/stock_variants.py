@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.errors import kind_and_reason
 from megatron_moe_opt.integration.layer.overlapped_batches import overlaps_batches
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.option_values import AUTO
@@ -113,7 +114,7 @@ def failure_to_start(variant: str, layers: Sequence[Any]) -> str | None:
             row_bytes = layer.config.hidden_size * max(layer.config.params_dtype.itemsize, 2)  # as Megatron counts
             fused.get_buffer(layer.token_dispatcher.tp_ep_group, row_bytes)
     except Exception as error:  # an assertion or a library's own error, before or in its collectives
-        failure = " ".join(f"{type(error).__name__}: {error}".split())
+        failure = kind_and_reason(error)
     if store is not None:
         turn = f"starts/{variant}/{next(_starts)}"
         store.set(f"{turn}/{dist.get_rank()}", "")

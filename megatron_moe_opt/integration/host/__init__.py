@@ -12,7 +12,7 @@ _in_use = False
 
 
 def use_host_backend() -> bool:
-    """Make Megatron-Core (0.16 to 0.19) run on CPU over Gloo in this process.
+    """Make Megatron-Core run on CPU over Gloo in this process.
 
     Call it before torch.distributed is initialized; whether Megatron is imported before or after does not matter.
     A second call does nothing. On a machine with a CUDA device nothing is changed at all.
@@ -21,7 +21,7 @@ def use_host_backend() -> bool:
         True where Megatron now runs on the host, False where there is a CUDA device.
 
     Raises:
-        MissingSeamError: a name that has to be adapted is not where this version of PyTorch or Megatron had it.
+        ConfigurationError: a name that has to be adapted is not where this version of PyTorch or Megatron had it.
     """
     global _in_use
     if _in_use:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from megatron_moe_opt.integration.layer.replicated_tokens import (
     holds_replicated_tokens,
     keeps_from_splitting_rows,
@@ -59,3 +61,10 @@ def moe_layers(config: Any) -> list[int]:
     if isinstance(pattern, int):
         pattern = [number % pattern == 0 for number in range(config.num_layers)]
     return [number for number, has_experts in enumerate(pattern, start=1) if has_experts]
+
+
+def type_of_rows(config: Any) -> str:
+    """Returns the type of rows and weights in the word that profiles and plans have for it. Rows of half precision are
+    as long, and computed as fast, in either type.
+    """
+    return "fp32" if config.params_dtype is torch.float32 else "bf16"

@@ -33,7 +33,7 @@ from megatron_moe_opt.runtime.travelling_experts.expert_gradients import Compres
 from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
-from megatron_moe_opt.systems.expert_migration import named_domains
+from megatron_moe_opt.systems.expert_migration import domains_of
 from megatron_moe_opt.topology.domain_groups import DomainGroups, experts_cross_nodes, levels_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -54,7 +54,7 @@ def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> Expe
         )
         choosing: Choosing = MeasuredDomains(options.profile, groups, workload)
     else:
-        choosing = FixedDomains(named_domains(options.domain_sizes or (1,) * len(workers), workers))
+        choosing = FixedDomains(domains_of(options, workers))
     return ExpertMigrationDispatcher(groups, choosing, config.num_moe_experts, config.moe_router_topk, options.wire)
 
 

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.seams import seam_moved
+from megatron_moe_opt.integration.patching import seam_moved
 
 
 class LayerSlot(Enum):

@@ -49,7 +49,10 @@ def pipeline_experts(layer: Any, options: Options) -> None:
         run = functools.partial(_run, layer)
     experts = Experts(run, (), random_states=AllRandomStates)
     # Parameters that a graph has twice get their gradient once from autograd, and from each pipeline: DDP counts these.
-    layer.token_dispatcher.pipelines_shared_experts = not getattr(layer.config, "mtp_use_repeated_layer", False)
+    config = layer.config
+    is_once_in_graph = getattr(config, "mlp_chunks_for_training", 1) == 1
+    is_once_in_graph &= not getattr(config, "mtp_use_repeated_layer", False)
+    layer.token_dispatcher.pipelines_shared_experts = is_once_in_graph
     if dispatcher.chooses_once_a_step:
         _choosing.add(dispatcher)
         before_optimizer_step(_begin_step)
@@ -63,9 +66,9 @@ def pipeline_experts(layer: Any, options: Options) -> None:
         dispatched, migrated = plugged.dispatched, plugged.dispatcher.migrated
         of_pass = experts
         if migrated is not None:
-            migrated.fetch(dispatched.tokens.news)  # on their way while the first partitions are
+            migrated.fetch(dispatched.rows.news)  # on their way while the first partitions are
             of_pass = dataclasses.replace(
-                experts, borrowed=migrated.borrowed(), stand_ins=migrated.stand_ins(dispatched.tokens.lent)
+                experts, borrowed=migrated.borrowed(), stand_ins=migrated.stand_ins(dispatched.rows.lent)
             )
         shared = plugged.take_shared_experts()
         returned, output = plugged.dispatcher.through_experts(hidden_states, dispatched, of_pass, shared)

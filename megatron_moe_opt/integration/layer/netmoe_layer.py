@@ -29,8 +29,7 @@ from megatron_moe_opt.integration.layer.hooks_of_others import HookOfOthers, hoo
 from megatron_moe_opt.integration.layer.layer_seam import own_method
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, split_over_tp
 from megatron_moe_opt.integration.observe.netmoe_report import watch
-from megatron_moe_opt.integration.seams import seam_moved
-from megatron_moe_opt.options import Options
+from megatron_moe_opt.integration.patching import is_wrapped, seam_moved, wrap_once
 from megatron_moe_opt.topology.group_cache import cached_by_group
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
@@ -40,34 +39,26 @@ def wrap_transformer_block() -> None:
     from megatron.core import tensor_parallel
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    stock_init = TransformerBlock.__dict__.get("__init__")
-    if not isinstance(stock_init, types.FunctionType):
+    if not isinstance(TransformerBlock.__dict__.get("__init__"), types.FunctionType):
         return  # check_seams says so to whom it concerns
-
-    @functools.wraps(stock_init)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock_init(self, *args, **kwargs)
-        for layer in self.layers:
-            if (moe := getattr(layer, "mlp", None)) is not None:
-                _blocks[moe] = weakref.ref(self)
-        _link(self)
-
-    init._moe_opt = True
-    TransformerBlock.__init__ = init
-    tensor_parallel.checkpoint = _keeping_samples(tensor_parallel.checkpoint)
+    wrap_once(TransformerBlock, "__init__", _linking)
+    wrap_once(tensor_parallel, "checkpoint", _keeping_samples)
 
 
-def _keeping_samples(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps Megatron's checkpoint of a function: recomputed, netmoe's layers in it repeat what they decided."""
-
-    @functools.wraps(checkpoint)
-    def keeping(function: Callable[..., Any], *args: Any) -> Any:
-        return checkpoint(in_this_pass(function), *args)
-
-    return keeping
+def _linking(stock_init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    stock_init(self, *args, **kwargs)
+    for layer in self.layers:
+        if (moe := getattr(layer, "mlp", None)) is not None:
+            _blocks[moe] = weakref.ref(self)
+    _link(self)
 
 
-def check_seams(layer: Any, options: Options) -> None:
+def _keeping_samples(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls Megatron's checkpoint of a function so that, recomputed, netmoe's layers in it repeat what they decided."""
+    return checkpoint(in_this_pass(function), *args, **kwargs)
+
+
+def check_seams() -> None:
     """Looks for what `netmoe` needs of the layers around a MoELayer.
 
     Raises:
@@ -76,7 +67,7 @@ def check_seams(layer: Any, options: Options) -> None:
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    if not hasattr(TransformerBlock.__init__, "_moe_opt"):
+    if not is_wrapped(TransformerBlock.__init__):
         raise seam_moved("TransformerBlock.__init__ is not a plain method")
     for method in ("_forward_mlp", _after_mlp()):
         if not isinstance(TransformerLayer.__dict__.get(method), types.FunctionType):
@@ -164,8 +155,11 @@ def _link(block: Any, stays_home: bool = False) -> None:
 
 
 def _normalise(layer: weakref.ref[Any], rows: torch.Tensor) -> torch.Tensor:
-    """Returns rows as the norm before the experts makes them, the one that the layer has now."""
-    return layer().pre_mlp_layernorm(rows)
+    """Returns rows as the norm before the experts makes them, the one that the layer has now.
+
+    No rows are not given to it: kernels of Transformer Engine's norms do not take that.
+    """
+    return layer().pre_mlp_layernorm(rows) if len(rows) else rows
 
 
 _OF_LAYERS = ("forward", "_forward_pre_mlp_layernorm", "_forward_mlp")

@@ -10,7 +10,6 @@ behind theirs; rows on the wire are not (runtime/rows/wire_rows.py).
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Container
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_moe_opt.integration.layer.layer_passes import number_of
-from megatron_moe_opt.integration.seams import seam_moved
+from megatron_moe_opt.integration.patching import seam_moved, wrap_once
 from megatron_moe_opt.runtime.observed.layer_place import Place, enter
 
 _PLANS = ("megatron.core.models.common.utils", "megatron.core.models.gpt.fine_grained_callables")
@@ -61,22 +60,17 @@ def keep_expert_inputs(names: Container[str]) -> None:
             module = importlib.import_module(module_name)
         except ImportError:
             continue
-        stock = vars(module).get("should_free_input")
-        if stock is not None:
+        if "should_free_input" in vars(module):
             break
     else:
         raise seam_moved(f"none of {', '.join(_PLANS)} has should_free_input")
-    if hasattr(stock, "_moe_opt"):
-        return
 
-    @functools.wraps(stock)
-    def should_free_input(name: str, is_moe: bool, config: Any, *args: Any, **kwargs: Any) -> bool:
+    def keeping(stock: Callable[..., bool], name: str, is_moe: bool, config: Any, *args: Any, **kwargs: Any) -> bool:
         if name == "mlp" and config.moe_token_dispatcher_type in names:
             return False
         return stock(name, is_moe, config, *args, **kwargs)
 
-    should_free_input._moe_opt = True
-    module.should_free_input = should_free_input
+    wrap_once(module, "should_free_input", keeping)
 
 
 def edge_of(probs: torch.Tensor) -> torch.Tensor:

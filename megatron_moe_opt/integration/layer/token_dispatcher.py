@@ -61,7 +61,13 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Permutes and packs. tokens: [S/TP, B, H]; routing_map, probs: [S/TP * B, E]."""
+        """Returns the rows to send, permuted and packed with their probabilities, and what goes on as `probs`.
+
+        Args:
+            tokens: [S/TP, B, H].
+            routing_map: bool [S/TP * B, E].
+            probs: [S/TP * B, E].
+        """
         self.hidden_shape = tokens.shape
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(tokens)
@@ -130,7 +136,7 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         return rows
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Sums each token's rows and adds the shared experts: [S/TP, B, H]."""
+        """Returns the layer's output [S/TP, B, H]: the sum of each token's rows, and the shared experts'."""
         output = self.dispatcher.unpermute(hidden_states, self._dispatched).view(self.hidden_shape)
         self._dispatched = None  # the autograd graph keeps what backward needs
         if self.shared_experts is not None:

@@ -152,17 +152,9 @@ class LayerUnderTest:
 
 
 def _stages(name: str, direction: Direction, seconds: Callable[[Instant], float]) -> Stages:
-    """Calls of the experts that overlap are one."""
-    calls: list[tuple[float, float]] = []
-    depth, since = 0, 0.0
-    for step, instant in direction.calls:
-        since = seconds(instant) if depth == 0 else since
-        depth += step
-        if depth == 0:
-            calls.append((since, seconds(instant)))
     edges = direction.begin, direction.exchange_begin, direction.exchange_end, direction.end
     begin, exchange_begin, exchange_end, end = map(seconds, edges)
-    return Stages(name, begin, exchange_begin, tuple(calls), exchange_end, end)
+    return Stages(name, begin, exchange_begin, tuple(direction.merged_calls(seconds)), exchange_end, end)
 
 
 @dataclass

@@ -7,16 +7,15 @@ TensorBoard and W&B.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_moe_opt.integration.observe import netmoe_report, telemetry_report
-from megatron_moe_opt.integration.patching import when_imported
-from megatron_moe_opt.runtime.job.agreement import known_to_all
+from megatron_moe_opt.integration.patching import when_imported, wrap_once
+from megatron_moe_opt.topology.agreement import known_to_all
 
 Values = dict[int, dict[str, float]]
 """Reported values by layer number, and then by name."""
@@ -66,19 +65,16 @@ def report_with_training_log() -> None:
 
 
 def _follow(training: ModuleType) -> None:
-    stock = getattr(training, "training_log", None)
-    if stock is None or hasattr(stock, "_moe_opt"):
-        return
-
-    @functools.wraps(stock)
-    def training_log(loss_dict: Any, total: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+    def reporting(
+        stock: Callable[..., Any], loss_dict: Any, total: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any
+    ) -> Any:
         result = stock(loss_dict, total, rate, iteration, *args, **kwargs)
         if iteration % training.get_args().log_interval == 0:
             _report(training, iteration)
         return result
 
-    training_log._moe_opt = True
-    training.training_log = training_log
+    if hasattr(training, "training_log"):
+        wrap_once(training, "training_log", reporting)
 
 
 def _report(training: ModuleType, iteration: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -18,12 +17,11 @@ from torch.distributed import ProcessGroup
 from megatron_moe_opt.integration.observe.telemetry import LayerRecord, take_records
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.observed.layer_pass import Direction, Times
-from megatron_moe_opt.topology.group_cache import cached_by_group
-from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
+from megatron_moe_opt.topology.group_cache import nodes_of
 
 PREFIX = "moe-opt"
 """What names in TensorBoard and W&B begin with."""
-STAGES = tuple(entry.name for entry in fields(Times))
+STAGES = Times._fields
 LINKS = ("inter-node", "intra-node")
 ERRORS = ("dispatch error", "combine error")
 WORST = 3
@@ -81,7 +79,7 @@ class _Observed:
     def _sums(self, passes: list[tuple[Direction, ...]]) -> torch.Tensor:
         """Returns the sums of the passes, [_DIRECTION]; a pass that recomputes is the sum of its directions."""
         sums = torch.zeros(_DIRECTION, dtype=torch.float64)
-        nodes, own = _nodes(self.group), self.group.rank()
+        nodes, own = nodes_of(self.group), self.group.rank()
         number = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(self.group))}
         for directions in passes:
             times = [direction.times(self.record.clock) for direction in directions]
@@ -90,7 +88,7 @@ class _Observed:
             sums[0] += 1
             sums[1] += all(direction.is_counted for direction in directions)
             for direction, of_stages in zip(directions, times, strict=True):
-                sums[2 : 2 + len(STAGES)] += torch.tensor([*of_stages], dtype=torch.float64)
+                sums[2 : 2 + len(STAGES)] += torch.tensor(of_stages, dtype=torch.float64)
                 for rank, num_bytes in direction.sent.by_peer.items():
                     sums[-1 if nodes.same_node(own, number[rank]) else -2] += num_bytes
         return sums
@@ -116,12 +114,6 @@ class _Observed:
 
 _DIRECTION = 2 + len(STAGES) + len(LINKS)
 _ROUNDING = 4
-
-
-@cached_by_group
-def _nodes(group: ProcessGroup) -> NodeMap:
-    """Returns the nodes of a group's ranks, by their number in it. A collective call, once."""
-    return discover_nodes(group)
 
 
 def _means(prefix: str, sums: list[float], ranks: int) -> dict[str, float]:

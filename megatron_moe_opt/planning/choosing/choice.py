@@ -126,7 +126,7 @@ class ChoiceByRows(Generic[C]):
         self._choices: dict[int, C] = {}
 
     def range_of(self, rows: int) -> range:
-        """The row counts that share the choice of `rows`.
+        """Returns the range of row counts that share the choice of `rows`.
 
         Raises:
             ValueError: a row count that is negative or beyond the last range.

@@ -13,10 +13,10 @@ C = TypeVar("C")
 
 
 def fewest_of_equal(candidates: Sequence[tuple[float, int, C]]) -> C:
-    """The one of (seconds, parts, what) to take: the same on every rank that has the same candidates.
+    """Returns what to take of candidates (seconds, parts, what): the same on every rank that has the same candidates.
 
-    Of times that exceed the least by up to EQUAL_WITHIN of it the one in fewest parts; of those the fastest, and of
-    equally fast ones the first.
+    Among those that exceed the least time by up to EQUAL_WITHIN of it, it is the one in fewest parts; of several such
+    the fastest, and of equally fast ones the first.
     """
     least = min(seconds for seconds, _, _ in candidates) * (1 + EQUAL_WITHIN)
     fewest = min(parts for seconds, parts, _ in candidates if seconds <= least)

@@ -134,7 +134,7 @@ class Trials:
 
     @property
     def current(self) -> str | None:
-        """The variant of the next step; None: the trials are over."""
+        """Returns the variant of the next step; None: the trials are over."""
         return self._order[self.steps] if self.steps < len(self._order) else None
 
     @property
@@ -165,13 +165,13 @@ class Trials:
         return sum(self._seconds) - self.steps * seconds
 
     def medians(self) -> dict[str, float]:
-        """Seconds of a step of each variant that was tried."""
+        """Returns the median seconds of a step of each variant that was tried."""
         return {variant: statistics.median(times) for variant, times in self.times.items()}
 
     @property
     def choice(self) -> str | None:
-        """The fastest of the contenders; stock, where that is not faster by more than STOCK_WITHIN of its time. None:
-        all have been dropped.
+        """Returns the variant that stays: the fastest of those that still take turns; or stock, where the fastest is
+        not faster by more than STOCK_WITHIN of stock's time. None: all have been dropped.
         """
         if not self.variants:
             return None

@@ -131,17 +131,17 @@ class Cluster:
             curves=_curves(top["curves"]),
             slowdown=_slowdown(top["slowdown"]),
             overhead=top["overhead"].not_negative(),
-            partition_overhead=_partition_overhead(top["partition_overhead"]),
-            saa=None if top["saa"].value is None else _points(top["saa"]),
-            expert_gemm=None if top["expert_gemm"].value is None else _expert_gemm(top["expert_gemm"]),
-            compute_sharing=_compute_sharing(top["compute_sharing"]),
-            local_work={} if top["local_work"].value is None else _local_work(top["local_work"]),
-            stock_curves={} if top["stock_curves"].value is None else _curves(top["stock_curves"]),
-            gpu_settings=None if top["gpu_settings"].value is None else facts(top["gpu_settings"]),
-            measured_for={} if top["measured_for"].value is None else facts(top["measured_for"]),
+            partition_overhead=top["partition_overhead"].given(JsonPlace.not_negative, 0.0),
+            saa=top["saa"].given(_points),
+            expert_gemm=top["expert_gemm"].given(_expert_gemm),
+            compute_sharing=top["compute_sharing"].given(JsonPlace.positive, 1.0),
+            local_work=top["local_work"].given(_local_work, {}),
+            stock_curves=top["stock_curves"].given(_curves, {}),
+            gpu_settings=top["gpu_settings"].given(facts),
+            measured_for=top["measured_for"].given(facts, {}),
             host=facts(top["host"]),
             software=facts(top["software"]),
-            warnings=() if top["warnings"].value is None else tuple(one.word() for one in top["warnings"].items()),
+            warnings=tuple(one.word() for one in top["warnings"].given(JsonPlace.items, ())),
         )
 
     def save(self, file: str | Path) -> None:
@@ -246,7 +246,7 @@ def _curves(place: JsonPlace) -> dict[tuple[Kind, str | None], Points]:
     for entry in place.items():
         fields = entry.fields("kind", "group", "points", optional=["bus"])
         kind = Kind(fields["kind"].word(*(kind.value for kind in Kind)))
-        group = None if fields["group"].value is None else fields["group"].word()
+        group = fields["group"].given(JsonPlace.word)
         if (kind in COLLECTIVES) != (group is not None):
             fields["group"].refuse(f"{kind.value} {'needs a group' if group is None else 'has no group'}")
         if (kind, group) in curves:
@@ -286,14 +286,6 @@ def _slowdown(place: JsonPlace) -> dict[tuple[Lane, ...], float]:
     return slowdown
 
 
-def _partition_overhead(place: JsonPlace) -> float:
-    return 0.0 if place.value is None else place.not_negative()
-
-
-def _compute_sharing(place: JsonPlace) -> float:
-    return 1.0 if place.value is None else place.positive()
-
-
 def _expert_gemm(place: JsonPlace) -> ExpertGemm:
     fields = place.fields("hidden", "ffn_hidden", "dtype", "points", optional=["training"])
     return ExpertGemm(
@@ -301,7 +293,7 @@ def _expert_gemm(place: JsonPlace) -> ExpertGemm:
         fields["ffn_hidden"].count(least=1),
         fields["dtype"].word(),
         _points(fields["points"]),
-        None if fields["training"].value is None else _points(fields["training"]),
+        fields["training"].given(_points),
     )
 
 

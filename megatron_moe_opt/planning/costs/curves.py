@@ -72,7 +72,7 @@ class CostCurve:
         return min(max(intercept, 0.0), seconds)
 
     def seconds(self, size: float) -> float:
-        """Time of an op of `size` bytes.
+        """Returns the seconds that an op of `size` bytes takes.
 
         Raises:
             ValueError: a negative size.
@@ -134,7 +134,7 @@ class AlphaBeta:
         return cls(alpha, beta, *_quality(curve.points, lambda size: alpha + beta * size))
 
     def seconds(self, size: float) -> float:
-        """Time of an op of `size` bytes."""
+        """Returns the seconds that the line gives an op of `size` bytes."""
         return self.alpha + self.beta * size
 
 
@@ -158,17 +158,17 @@ class Costs:
     """Seconds that every op takes besides what its curve says."""
 
     def __call__(self, op: Op) -> float:
-        """Seconds of one op. Raises ConfigurationError as `curve` does.
+        """Returns the seconds of one op. Raises ConfigurationError as `curve` does.
 
-        A sum is in the curve of the exchange whose parts it adds. To activate is taken to cost what a copy does of as
-        many bytes as it writes.
+        A sum is in the curve of the exchange whose parts it adds. An activation is taken to cost what a copy of as many
+        bytes costs as it writes.
         """
         if op.kind is Kind.SUM:
             return 0.0
         return self.overhead + self.curve(op).seconds(op.size)
 
     def curve(self, op: Op) -> CostCurve:
-        """What ops of this kind and group cost.
+        """Returns the curve by which an op of this kind, in this group, is predicted.
 
         Raises:
             ConfigurationError: there is no curve for them.

@@ -25,6 +25,7 @@ from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.costs.known_clusters import Fabric, KnownCluster
 from megatron_moe_opt.planning.predicting.expert_migration import KINDS, realisable_groups, role
 from megatron_moe_opt.planning.training.step_costs import STAGES
+from megatron_moe_opt.row_format import ELEMENT_BYTES
 from megatron_moe_opt.schedules import parm
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.pipeline import ChunkBytes
@@ -180,9 +181,8 @@ def _expert_gemm(known: KnownCluster, hidden: int, ffn: int, dtype: str) -> Expe
     """Returns the time of an expert that computes as fast as the device's products or, with few rows, as its
     memory reads the weights.
     """
-    element = {"bf16": 2, "fp32": 4}[dtype]
     speed = known.device.peak_flops * known.device.efficiency
-    reading = 2 * hidden * ffn * element / (MEMORY_REACHED * known.memory_bandwidth)
+    reading = 2 * hidden * ffn * ELEMENT_BYTES[dtype] / (MEMORY_REACHED * known.memory_bandwidth)
 
     def points(passes: int) -> Points:
         """Returns the points of the forward pass alone, or of forward and backward, which takes twice as long."""

@@ -275,7 +275,8 @@ def _of_experts(
         build({level: sizes[kind] for level, sizes in travels.items() if kind in sizes}, kind in layer.coded)
         for build, kind in ((schedules.gathered, Kind.ALL_GATHER), (schedules.returned, Kind.REDUCE_SCATTER))
     )
-    decoded = [schedules.decoded(gathered.ops[-1].size)] if gathered.ops and Kind.ALL_GATHER in layer.coded else []
+    is_decoded = gathered.ops and Kind.ALL_GATHER in layer.coded
+    decoded = [schedules.DECODED.sized([gathered.ops[-1].size])] if is_decoded else []
     return [gathered, *decoded], [returned]
 
 

@@ -20,7 +20,7 @@ alpha(y, x)); (y, x, z) that while both x and z are."""
 def simulate(
     schedule: Schedule, cost: Callable[[Op], float], slowdown: Slowdown | None = None, one_queue: bool = False
 ) -> Timeline:
-    """Starts every op when its lane is free and what it waits for is done.
+    """Returns when each op of a schedule starts and ends: as soon as its lane is free and what it waits for is done.
 
     Args:
         cost: seconds of an op that runs alone, such as `Costs`.
@@ -55,8 +55,11 @@ class Order:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Order:
-        """Raises ScheduleError where an op waits for one that does not come before it, or leaves room for ops that are
-        not there or cannot be issued then.
+        """Returns the order of a schedule's ops, having checked that it can be played.
+
+        Raises:
+            ScheduleError: an op waits for one that does not come before it, or is to have ops issued halfway through it
+                that are not there or cannot be issued then.
         """
         for index, op in enumerate(schedule.ops):
             for other in op.waits_for:

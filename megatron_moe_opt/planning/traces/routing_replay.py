@@ -60,7 +60,9 @@ class Replay:
         return Replay(volumes, moved, self.outside[part], self.ends[part], self.heaviest[part])
 
     def reduction(self, plan: str, pair: int | None = None) -> float:
-        """The part of stock's tokens between nodes that does not cross them, of one pair of layers or of all."""
+        """Returns the part of stock's tokens between nodes that a plan keeps inside nodes, of one pair of layers or of
+        all.
+        """
         stock, ours = (self._inter(name, pair) for name in ("stock", plan))
         return 1 - ours / stock if stock else 0.0
 
@@ -71,7 +73,7 @@ class Replay:
         return 1 - ours / stock if stock else 0.0
 
     def share_of_oracle(self, pair: int | None = None) -> float:
-        """The predicted placement's reduction over the oracle's; 1 where there is nothing to reduce."""
+        """Returns the predicted placement's reduction over the oracle's; 1 where there is nothing to reduce."""
         oracle = self.reduction("oracle", pair)
         return self.reduction("predicted", pair) / oracle if oracle else 1.0
 
@@ -86,13 +88,15 @@ class Replay:
 
 
 def replay(counts: np.ndarray, expert_device: np.ndarray, device_node: np.ndarray, place: Place) -> Replay:
-    """Plays the passes in order; predictions learn from each after it was placed.
+    """Returns the tokens that each plan of placement would have sent in recorded passes.
+
+    The passes are played in their order, and predictions learn from each after its samples were placed, as in training.
 
     Args:
         counts: int64 [P, L, I, E], see RoutingTrace.counts; I is a multiple of J, L at least 2.
-        expert_device: integers [L, E].
-        device_node: integers [J].
-        place: the solver.
+        expert_device: the device of each expert of each layer, integers [L, E].
+        device_node: the node of each device, integers [J].
+        place: the solver that places samples.
     """
     passes, layers, samples, _ = counts.shape
     home = np.arange(samples) * len(device_node) // samples
@@ -130,13 +134,13 @@ def replay(counts: np.ndarray, expert_device: np.ndarray, device_node: np.ndarra
 
 
 def decided_share(counts: np.ndarray, expert_device: np.ndarray, device_node: np.ndarray) -> float:
-    """The share of stock's tokens between nodes that is in all-to-alls which a placement decides: all but the first
+    """Returns the share of stock's tokens between nodes that placements decide: those of all all-to-alls but the first
     layer's dispatch and the last one's combine. About (L - 1) / L; 0 where nothing crosses nodes.
 
     Args:
         counts: int64 [P, L, I, E]; I is a multiple of J.
-        expert_device: integers [L, E].
-        device_node: integers [J].
+        expert_device: the device of each expert of each layer, integers [L, E].
+        device_node: the node of each device, integers [J].
     """
     home = np.arange(counts.shape[2]) * len(device_node) // counts.shape[2]
     inter = np.zeros(counts.shape[:2], np.int64)

@@ -26,7 +26,7 @@ class BytesPerParameter:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one rank of a pipeline stage."""
+    """The bytes of memory that training takes on one rank of a pipeline stage, by what they are for."""
 
     weights: float
     gradients: float
@@ -35,7 +35,7 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        """Bytes of everything that the rank holds (MoNTA, eq. 1)."""
+        """Returns the bytes of everything that the rank holds (MoNTA, eq. 1)."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
@@ -139,7 +139,9 @@ def expert_middle_width(gated: bool, fused: bool) -> int:
 
 
 def first_product_width(gated: bool) -> int:
-    """The part of `expert_middle_width` that the first matrix makes; the activation makes the rest from it."""
+    """Returns the part of `expert_middle_width` that an expert's first matrix makes; the activation makes the rest of
+    that from it.
+    """
     return 2 if gated else 1
 
 

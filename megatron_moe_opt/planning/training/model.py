@@ -78,9 +78,10 @@ class ModelShape:
         return layers.stop - min(max(layers.start, self.dense_layers), layers.stop)
 
     def telling_stages(self, layout: Layout) -> set[int]:
-        """Returns the pipeline stages among which are the one that holds most and the one that takes longest: the first
-        ones, up to the first without dense layers, and the last, with the logits. Those between are like the former of
-        the two, with fewer micro-batches under way.
+        """Returns the pipeline stages to look at for the one that holds most and the one that takes longest.
+
+        These are the first stages, up to the first without dense layers, and the last one, which has the logits. The
+        stages between are like the first without dense layers, with fewer micro-batches under way.
         """
         of_experts = -(-self.dense_layers // len(self.of_stage(layout, 0)))
         return {*range(min(of_experts, layout.pp - 1) + 1), layout.pp - 1}
@@ -116,7 +117,9 @@ class ModelShape:
 
     @property
     def active_matrices(self) -> int:
-        """Elements of all matrices that a token is multiplied with: N of the 6 N rule, without word embeddings."""
+        """Returns the elements of all matrices that a token is multiplied with: N of the 6 N rule, without word
+        embeddings.
+        """
         moe_layers = self.layers - self.dense_layers
         return (
             moe_layers * self.layer_matrices()
@@ -125,7 +128,11 @@ class ModelShape:
         )
 
     def layer_matrices(self, moe: bool = True) -> int:
-        """Elements of the matrices of one layer that a token is multiplied with."""
+        """Returns the elements of the matrices of one layer that a token is multiplied with.
+
+        Args:
+            moe: whether the layer has experts; else a plain MLP of `dense_ffn`.
+        """
         attention = self.hidden * (2 * self.query_size + 2 * self.key_size)
         mlp = self.hidden * (3 if self.gated else 2)
         if not moe:
@@ -134,7 +141,7 @@ class ModelShape:
 
     @property
     def expert_matrices(self) -> int:
-        """Elements of the matrices of the experts that a token goes to in a layer."""
+        """Returns the elements of the matrices of the experts that a token goes to in a layer."""
         return self.hidden * (3 if self.gated else 2) * self.topk * self.ffn
 
     def _attention(self, tp: int) -> int:

@@ -31,7 +31,7 @@ class Throughput:
 
 
 def flops_per_token(model: ModelShape, sequence: int) -> float:
-    """FLOPs of forward and backward of one token: 6 N + 6 L s q.
+    """Returns the FLOPs of the forward and backward pass of one token: 6 N + 6 L s q.
 
     N: elements of the matrices that the token is multiplied with; 2 FLOPs each forward, 4 backward (Kaplan et al. 2020,
     sec. 2.1). L s q: attention of L layers, q query elements over s / 2 tokens, the causal half, in two products.

@@ -14,13 +14,16 @@ def saved_tensors_are_hooked() -> bool:
     """Whether what operations save for their backward pass goes through somebody's hooks.
 
     torch.utils.checkpoint without re-entry drops it there, and runs the forward pass again when it is asked for;
-    save_on_cpu and Megatron's fine-grained offloading move it to the host. To ask saves a tensor: a pass that repeats
-    another one must ask as often.
+    save_on_cpu and Megatron's offloading move it to the host. Before PyTorch 2.8 to ask saves a tensor: a pass that
+    repeats another one must ask as often.
     """
     if not torch.is_grad_enabled():
         return False
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is not None:
+        return top(True) is not None
     probe = torch.empty(1, requires_grad=True).square()  # what it saves points into it: it must stay until the end
-    try:  # before PyTorch 2.8 there is no other way to learn of hooks
+    try:
         probe.grad_fn._raw_saved_self.register_hooks(lambda saved: saved, lambda saved: saved)
     except RuntimeError:
         return True

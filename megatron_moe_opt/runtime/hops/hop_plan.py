@@ -127,13 +127,10 @@ class DomainTables:
 
     @cached_property
     def columns(self) -> tuple[int, ...]:
-        """Returns where the counts of each level in `levels`, and of experts, begin in a rank's row of counts."""
+        """Returns where the counts of each level in `levels`, and of experts, begin in a rank's row of num_counts: its
+        tokens' copies in the regions of each level, and its rows for each expert.
+        """
         return tuple(accumulate((self.num_regions(level) for level in self.levels), initial=0))
-
-    @property
-    def num_counts(self) -> int:
-        """Counts of a rank: its tokens' copies in the regions of each level, and its rows for each expert."""
-        return self.columns[-1] + self.num_experts
 
     def plan(self, counts: torch.Tensor, etp_rank: int = 0) -> tuple[HopPlan, ...]:
         """Returns this rank's plan of each part of the tokens, made in one call (csrc/planning/hop_plan.cpp).

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_moe_opt.kernels import LANE_BYTES
-from megatron_moe_opt.kernels.streams import has_streams
+from megatron_moe_opt.kernels.streams import require
 from megatron_moe_opt.row_format import WireFormat
 from megatron_moe_opt.runtime.rows.row_layout import Layout, Payload
 
@@ -125,13 +125,6 @@ def experts_of_tokens(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
         ValueError: a token has more than K experts (on CUDA an assertion on the device).
     """
     num_experts = routing_map.size(1)
-    _require((routing_map.sum(1) <= topk).all(), f"a token has more than {topk} experts (--moe-router-topk)")
+    require((routing_map.sum(1) <= topk).all(), f"a token has more than {topk} experts (--moe-router-topk)")
     falling = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
     return num_experts - (routing_map * falling).topk(topk).values.long()
-
-
-def _require(holds: torch.Tensor, what: str) -> None:
-    if has_streams(holds.device):
-        torch._assert_async(holds, what)
-    elif not holds:
-        raise ValueError(what)

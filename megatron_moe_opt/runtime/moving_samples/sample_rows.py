@@ -17,7 +17,7 @@ from megatron_moe_opt.kernels import (
     empty,
     write_notes,
 )
-from megatron_moe_opt.kernels.streams import has_streams
+from megatron_moe_opt.kernels.streams import require
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.moving_samples.sample_counts import SampleCounts
 from megatron_moe_opt.runtime.moving_samples.sample_exchange import SampleReturn, to_new_homes
@@ -139,11 +139,7 @@ def check_tokens_have_rows(has: torch.Tensor) -> None:
     Args:
         has: bool [T].
     """
-    all_have = has.all()
-    if has_streams(has.device):
-        torch._assert_async(all_have, "netmoe: a token without an expert")
-    elif not all_have:
-        raise ValueError("the router gives a token no expert, and its residual no way: use monta")
+    require(has.all(), "the router gives a token no expert, and its residual no way: use monta")
 
 
 def _append(

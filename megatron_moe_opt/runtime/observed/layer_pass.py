@@ -11,9 +11,9 @@ be none.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,11 +59,8 @@ class DeviceClock:
         torch.cuda.synchronize()  # host synchronisation: at the logging interval
 
 
-@dataclass(frozen=True)
-class Times:
-    """The times of a pass in one direction, in seconds. `dispatch`, `experts` and `combine`
-    add up to at most `layer`.
-    """
+class Times(NamedTuple):
+    """The seconds of a pass in one direction. `dispatch`, `experts` and `combine` add up to at most `layer`."""
 
     dispatch: float
     """Seconds up to the first call of the experts (forward), or from the end of the last one on (backward)."""
@@ -75,12 +72,6 @@ class Times:
     hide, with the sorting of rows that belongs to it.
     """
     layer: float
-
-    def __add__(self, other: Times) -> Times:
-        return Times(*(one + another for one, another in zip(self, other, strict=True)))
-
-    def __iter__(self) -> Iterator[float]:
-        return iter((self.dispatch, self.experts, self.combine, self.exposed, self.layer))
 
 
 @dataclass
@@ -103,6 +94,21 @@ class Direction:
         """Whether the pass came to its end."""
         return all(one is not None for one in (self.begin, self.exchange_begin, self.exchange_end, self.end))
 
+    def merged_calls(self, seconds: Callable[[Instant], float]) -> list[tuple[float, float]]:
+        """Returns when calls of the experts begin and end, in turn; calls that overlap are one.
+
+        Args:
+            seconds: tells when an instant was.
+        """
+        merged: list[tuple[float, float]] = []
+        depth, since = 0, 0.0
+        for step, instant in self.calls:
+            since = seconds(instant) if depth == 0 else since
+            depth += step
+            if depth == 0:
+                merged.append((since, seconds(instant)))
+        return merged
+
     def times(self, clock: HostClock | DeviceClock) -> Times | None:
         """Returns the times of the pass; None for one that did not come to its end."""
         if not self.is_whole:
@@ -112,13 +118,9 @@ class Direction:
             return clock.seconds(self.begin, instant)
 
         exchange_begin, exchange_end, end = at(self.exchange_begin), at(self.exchange_end), at(self.end)
-        calls = [(step, at(instant)) for step, instant in self.calls] or [(1, exchange_end), (-1, exchange_end)]
-        experts, depth, since = 0.0, 0, 0.0
-        for step, instant in calls:
-            since = instant if depth == 0 else since
-            depth += step
-            experts += instant - since if depth == 0 else 0.0
-        before, after = calls[0][1], end - calls[-1][1]
+        calls = self.merged_calls(at) or [(exchange_end, exchange_end)]
+        experts = sum(until - since for since, until in calls)
+        before, after = calls[0][0], end - calls[-1][1]
         dispatch, combine = (after, before) if self.is_backward else (before, after)
         return Times(dispatch, experts, combine, exchange_end - exchange_begin - experts, end)
 

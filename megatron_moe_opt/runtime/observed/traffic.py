@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_moe_opt.runtime.job.agreement import known_to_all
 from megatron_moe_opt.runtime.observed.traffic_rows import INTER_NODE, INTRA_NODE, TrafficRow
+from megatron_moe_opt.topology.agreement import known_to_all
 from megatron_moe_opt.topology.nodes import NodeMap
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.engine.random_states import RandomStates
+from megatron_moe_opt.runtime.through_experts.own_graph import Enter, Gradients, Leave
 from megatron_moe_opt.runtime.through_experts.products import Products, ProductsRun, telling_halfway
 from megatron_moe_opt.runtime.through_experts.saved_middle import SavedMiddle
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts
@@ -103,7 +103,7 @@ class ExpertCall:
         self._hands_over, self._halfway = hands_over, halfway
         self._experts, self._tokens_per_expert, self._probs, self._middle = experts, tokens_per_expert, probs, middle
         self._saved = SavedMiddle(kept | {probs.untyped_storage().data_ptr()}, experts.borrowed)
-        self._gradients: _Gradients | None = _Gradients()
+        self._gradients: Gradients | None = Gradients()
         self._anchor: torch.Tensor | None = None
         self._exit: torch.Tensor | None = None
         self._drawn_from: RandomStates | None = None
@@ -177,10 +177,14 @@ class ExpertCall:
             is_used = gradient is not None or parameter.data_ptr() in self._saved.used
             if is_used and number not in taken:
                 take(number, gradient)
-        for number, gradient in enumerate(gradients.borrowed, start=len(self._experts.parameters)):
-            if gradient is not None:
+        of_tokens, of_probs, *of_borrowed = gradients.sources
+        for number, gradient in enumerate(of_borrowed, start=len(self._experts.parameters)):
+            if gradient is not None:  # the expert has rows
                 take(number, gradient)
-        return gradients.tokens, gradients.probs
+        return (
+            torch.zeros_like(tokens) if of_tokens is None else of_tokens,
+            torch.zeros_like(self._probs) if of_probs is None else of_probs,
+        )
 
     def hand_over_middle(self) -> list[torch.Tensor]:
         """Returns T_M, which this call then holds no longer: as many tensors whenever experts do the same."""
@@ -208,12 +212,10 @@ class ExpertCall:
         self._saved.fetch()
 
     def _record(self, tokens: torch.Tensor, hooks: AbstractContextManager[Any]) -> torch.Tensor:
-        # The graph begins at an empty tensor and ends in another, so that it holds on to neither inputs nor outputs.
         self._anchor = torch.empty(0, device=tokens.device, requires_grad=True)
         with torch.enable_grad(), hooks, self._telling_halfway():
-            tokens, probs, *borrowed = _Enter.apply(
-                self._anchor, self._gradients, tokens, self._probs, *self._experts.borrow()
-            )
+            sources = tokens, self._probs, *self._experts.borrow()
+            tokens, probs, *borrowed = Enter.apply(self._anchor, self._gradients, *sources)
             output = self._experts.run(tokens, self._tokens_per_expert, probs, borrowed)
             self._exit = Leave.apply(output, self._gradients)
         if not self._experts.shown.use_only_their_own:
@@ -297,52 +299,3 @@ def _taking(parameters: Sequence[torch.Tensor], take: TakeGradient) -> Iterator[
             handle.remove()
         for hooks, aside in of_others:
             hooks.update(aside)
-
-
-class _Gradients:
-    """Gradients of a call: handed to the end of its graph, and taken from its beginning."""
-
-    output: torch.Tensor | None = None
-    tokens: torch.Tensor | None = None
-    probs: torch.Tensor | None = None
-    borrowed: Sequence[torch.Tensor | None] = ()
-    """The gradients of borrowed experts' parameters; None: those of an expert without rows."""
-
-
-class _Enter(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, gradients: _Gradients, tokens: torch.Tensor, *others: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.gradients = gradients
-        ctx.device = anchor.device
-        ctx.set_materialize_grads(False)
-        ctx.shapes = [(one.shape, one.dtype) for one in (tokens, others[0])]
-        return tokens.detach(), *(one.detach() for one in others)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        of_rows = [
-            torch.zeros(shape, dtype=dtype, device=ctx.device) if grad is None else grad
-            for grad, (shape, dtype) in zip(grads, ctx.shapes, strict=False)
-        ]
-        (ctx.gradients.tokens, ctx.gradients.probs), ctx.gradients.borrowed = of_rows, grads[2:]
-        return torch.empty(0, device=ctx.device), None, *(None for _ in grads)
-
-
-class Leave(Function):
-    """Ends a graph in an empty tensor, so that nobody holds on to the output: the gradient of that comes in
-    `gradients.output`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, gradients: Any) -> torch.Tensor:
-        """Returns the end of the graph."""
-        ctx.gradients = gradients
-        return torch.empty(0, dtype=output.dtype, device=output.device)
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        """Returns the gradient of the output, which nobody holds any longer then."""
-        grad_output, ctx.gradients.output = ctx.gradients.output, None
-        return grad_output, None

@@ -365,7 +365,7 @@ class _Sum:
         if grad is None:
             if self._may_fuse and hasattr(self._parameter, "grad_added_to_main_grad"):
                 self._parameter.grad_added_to_main_grad = True
-                self._sum = self._parameter.new_zeros(()).expand_as(self._parameter)
+                self._sum = torch.empty_like(self._parameter)  # as dense as Megatron's: autograd would copy others
         elif not self._adds or (self._may_fuse and getattr(self._parameter, "grad_added_to_main_grad", False)):
             self._sum = grad
         elif self._sum is None:  # copied at once: the gradient may be shared, and there would be three at the second

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.autograd import Function
 
-from megatron_moe_opt.runtime.through_experts.expert_call import Leave
+from megatron_moe_opt.runtime.through_experts.own_graph import Enter, Gradients, Leave
 
 
 @dataclass(frozen=True)
@@ -74,18 +72,11 @@ class SharedCall:
         return grad
 
 
-class _Gradients:
-    """Gradients of a half: handed to the end of its graph, and taken from its beginning."""
-
-    output: torch.Tensor | None = None
-    source: torch.Tensor | None = None
-
-
 class _Half:
-    """A half of the shared experts. Its graph holds on to neither what it takes nor what it returns."""
+    """A half of the shared experts, with a graph of its own."""
 
     def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], trains: bool) -> None:
-        self._run, self._trains, self._gradients = run, trains, _Gradients()
+        self._run, self._trains, self._gradients = run, trains, Gradients()
         self._exit: torch.Tensor | None = None
 
     def forward(self, source: torch.Tensor) -> torch.Tensor:
@@ -93,7 +84,8 @@ class _Half:
         with torch.set_grad_enabled(self._trains):
             begin = source.detach()
             if self._trains and source.requires_grad:
-                begin = _Enter.apply(torch.empty(0, device=source.device, requires_grad=True), self._gradients, begin)
+                anchor = torch.empty(0, device=source.device, requires_grad=True)
+                (begin,) = Enter.apply(anchor, self._gradients, begin)
             result = self._run(begin)
             if result.requires_grad:
                 self._exit = Leave.apply(result, self._gradients)
@@ -105,16 +97,5 @@ class _Half:
             return None
         exit_, self._exit, self._gradients.output = self._exit, None, grad
         torch.autograd.backward(exit_, torch.zeros_like(exit_))
-        return self._gradients.source
-
-
-class _Enter(Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, gradients: _Gradients, source: torch.Tensor) -> torch.Tensor:
-        ctx.gradients, ctx.device = gradients, anchor.device
-        return source.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.gradients.source = grad
-        return torch.empty(0, device=ctx.device), None, None
+        (of_source,) = self._gradients.sources or (None,)
+        return of_source

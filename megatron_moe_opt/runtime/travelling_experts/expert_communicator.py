@@ -188,12 +188,12 @@ class ExpertCommunicator:
         Returns:
             What waits for the experts, [ranks, numel].
         """
-        build, behind = schedules.restored, None
+        outline, behind = schedules.RESTORED, None
         if not received.is_begun:
-            received.is_begun, build, behind = True, schedules.decoded, received.arrive.running
+            received.is_begun, outline, behind = True, schedules.DECODED, received.arrive.running
         experts: list[torch.Tensor] = []
         bound = [steps.call(lambda: experts.append(received.experts()))]
-        return Arriving(executor(device).start(build(num_bytes), bound, DECODING, behind), experts)
+        return Arriving(executor(device).start(outline.sized([num_bytes]), bound, DECODING, behind), experts)
 
     def defer(self, gradients: torch.Tensor, own: int, codec: WholeGradients | CompressedGradients) -> Running:
         """Starts to add gradients [ranks, N], of which the row `own` is zero, to what the next `reduce` returns."""
@@ -202,7 +202,7 @@ class ExpertCommunicator:
             codec.defer(used_here(gradients), own, self.innermost)
 
         self._returns = True
-        return executor(gradients.device).start(schedules.deferred(gradients.nbytes), [steps.call(add)])
+        return executor(gradients.device).start(schedules.DEFERRED.sized([gradients.nbytes]), [steps.call(add)])
 
     def reduce(
         self, gradients: torch.Tensor, own: int, codec: WholeGradients | CompressedGradients

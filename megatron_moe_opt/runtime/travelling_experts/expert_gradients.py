@@ -14,7 +14,6 @@ forwarding entries as they came would take as many bytes on the slow link as the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -253,9 +252,5 @@ def sum_messages(messages: ResidualMessages, of_ranks: list[torch.Tensor], rank:
 
 def _zeros_of_experts(messages: ResidualMessages, gradient: torch.Tensor) -> list[torch.Tensor]:
     """Returns what the experts of a gradient [numel] are told from: zeros."""
-    return [_zeros(gradient.numel() // messages.num_local, gradient.device)] * messages.num_local
-
-
-@functools.cache
-def _zeros(numel: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(numel, dtype=torch.float32, device=device)
+    numel = gradient.numel() // messages.num_local
+    return [gradient.new_zeros(numel, dtype=torch.float32)] * messages.num_local

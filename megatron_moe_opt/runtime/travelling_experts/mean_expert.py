@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.executor import executor
-from megatron_moe_opt.schedules.expert_migration import renewed
+from megatron_moe_opt.schedules.expert_migration import RENEWED
 
 QUEUE = "shared expert"
 """A queue of the shared expert's own, so that no layer's experts wait for a renewal."""
@@ -72,7 +72,7 @@ class MeanExpert:
             mean = empty((1, shares.size(1)), shares.dtype, shares.device)
             reduce = steps.reduce_scatter(shares, mean, self.group)
             gather = steps.all_gather(mean, shares, [1] * ranks, self.group)  # which live until they are waited for
-        running = run.start(renewed(shares.nbytes), [*reduce, gather], QUEUE)
+        running = run.start(RENEWED.sized([shares.nbytes]), [*reduce, gather], QUEUE)
 
         def arrived() -> torch.Tensor:
             running.wait()

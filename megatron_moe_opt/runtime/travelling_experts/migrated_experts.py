@@ -24,6 +24,7 @@ from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.engine.started import Running, advance_started
 from megatron_moe_opt.runtime.observed.layer_place import Place, belonging_to, place
+from megatron_moe_opt.runtime.rows.linear import linear
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import (
     ArrivedExperts,
     Arriving,
@@ -198,7 +199,14 @@ class MigratedExperts:
         ahead: here, on all ranks alike, whatever their own rows need.
         """
         communicator, (back, self._back) = self.communicator, (self._back, [])
-        return outputs if communicator.residents.limit is None else _ComeBack.apply(outputs, communicator, back)
+        if communicator.residents.limit is None:
+            return outputs
+
+        def come_back(grad: torch.Tensor) -> torch.Tensor:
+            communicator.come_back(back)
+            return grad
+
+        return linear(outputs, lambda outputs: outputs.view_as(outputs), come_back)
 
     def return_gradients(self, parts: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Starts to return the gradients of a backward pass, and of those before it whose gradients have waited, to
@@ -304,20 +312,6 @@ class _Lend(Function):
     def backward(ctx: Any, *none: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         wait, ctx.returned.wait = ctx.returned.wait, None
         return None, *([None] * len(none) if wait is None else wait())
-
-
-class _ComeBack(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, outputs: torch.Tensor, communicator: ExpertCommunicator, back: list[ArrivedExperts]
-    ) -> torch.Tensor:
-        ctx.communicator, ctx.back = communicator, back
-        return outputs.view_as(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.communicator.come_back(ctx.back)
-        return grad, None, None
 
 
 class _Migrate(Function):
