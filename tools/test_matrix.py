@@ -46,6 +46,7 @@ QUICK = (
     "tests/unit/test_registry.py",
     "tests/unit/test_refusals_netmoe.py",
     "tests/unit/test_refusals_experts.py",
+    "tests/unit/test_refusals_page.py",
 )
 """A test of each dispatcher against stock, on four ranks, training under `auto` against stock, and what is refused."""
 FULL = ("tests/multirank", "tests/system")
