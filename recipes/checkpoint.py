@@ -167,7 +167,7 @@ class Checkpointer:
 
 
 def parallel_sizes(layout: Layout) -> dict[str, int]:
-    """The sizes of the parallel groups, by the names that they have in checkpoints."""
+    """Returns the sizes of the parallel groups, by the names that they have in checkpoints."""
     return {
         "tensor": layout.tp,
         "pipeline": layout.pp,
@@ -179,7 +179,7 @@ def parallel_sizes(layout: Layout) -> dict[str, int]:
 
 
 def say_sizes(sizes: Mapping[str, int]) -> str:
-    """What `parallel_sizes` returns, in words."""
+    """Returns what `parallel_sizes` returned, in words for messages."""
     words = "TP {tensor}, PP {pipeline}, CP {context}, DP {data}, EP {expert}, expert-TP {expert_tensor}"
     return words.format(**sizes)
 
