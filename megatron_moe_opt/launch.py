@@ -18,6 +18,7 @@ import torch
 from megatron_moe_opt import register, use_host_backend
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError
 from megatron_moe_opt.integration.checks import FAKE_GROUP
+from megatron_moe_opt.integration.dataset_helpers import compile_helpers_with_this_python
 from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.runtime.job.same_start import say_together, start_alike
@@ -70,7 +71,9 @@ def _start(path: Path, arguments: list[str]) -> tuple[Options, list[str]]:
     # Megatron warns, module by module and rank by rank, about libraries that exist for GPUs only.
     if not torch.cuda.is_available():
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-    if use_host_backend() and first_rank:
+    if not use_host_backend():
+        compile_helpers_with_this_python()
+    elif first_rank:
         print("moe-opt: no CUDA device, so Megatron-Core runs on CPU over Gloo", flush=True)
     register(options, refuse_unread=True)
     from megatron_moe_opt.integration.registry import check_named  # loads the extension, whose refusal is said above

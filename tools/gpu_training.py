@@ -97,7 +97,9 @@ def ranks_here(gpus: int) -> list[dict[str, str]]:
     number in its node, and NCCL refuses two ranks of a host on one.
     """
     if gpus > 1:
-        return [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(gpus)} for rank in range(gpus)]
+        queues = os.environ.get(CONNECTIONS, "32")
+        of_all = {"LOCAL_WORLD_SIZE": str(gpus), CONNECTIONS: queues}
+        return [of_all | {"LOCAL_RANK": str(rank)} for rank in range(gpus)]
     alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_IB_DISABLE": "1", CONNECTIONS: OF_SHARED}
     return [alone | {"GROUP_RANK": str(rank), "NCCL_HOSTID": f"node{rank}"} for rank in range(SHARING)]
 

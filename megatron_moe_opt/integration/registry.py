@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -50,11 +51,13 @@ from megatron_moe_opt.integration.sharded_weights import note_wrappers
 from megatron_moe_opt.integration.start_facts import facts_of_layer, named_dispatcher
 from megatron_moe_opt.integration.timeouts import follow_megatrons_timeouts
 from megatron_moe_opt.integration.training_arguments import before_validation
+from megatron_moe_opt.kernels import build_info
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.job import failure_board
 from megatron_moe_opt.runtime.job.same_start import Facts, check_alike
 from megatron_moe_opt.systems import dispatcher_names, system_names, system_of
+from megatron_moe_opt.systems.system import FLAG
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
 
@@ -120,6 +123,11 @@ def check_named(arguments: Sequence[str]) -> None:
         ours = dispatcher_names()
         stock = [one for one in _stock_names(TransformerConfig) if one not in ours]
         check_name(name, stock, ours)
+        if name in ours and torch.cuda.is_available() and build_info()["backend"] != "cuda":
+            raise ConfigurationError(
+                f"{FLAG} {name} has GPUs, and the compiled extension of megatron-moe-opt is for CPUs: run "
+                "MOE_OPT_CUDA=ON pip install --no-build-isolation -e . where nvcc is"
+            )
         check_processes(name, {argument.partition("=")[0] for argument in arguments})
 
 

@@ -155,9 +155,9 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _numbers(one: Prediction) -> dict[str, Any]:
-    """Returns what a plan keeps of a prediction: all but its parts and timelines."""
+    """Returns what a plan keeps of a prediction: all but its parts, timelines, and what a GPU's memory is made of."""
     kept = asdict(replace(one, timelines=()))
-    return {name: value for name, value in kept.items() if name not in ("parts", "timelines")}
+    return {name: value for name, value in kept.items() if name not in ("parts", "timelines", "held_more")}
 
 
 def _candidate(place: JsonPlace) -> Prediction:

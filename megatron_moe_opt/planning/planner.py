@@ -15,10 +15,10 @@ from dataclasses import replace
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.choosing.equal_times import fewest_of_equal
-from megatron_moe_opt.planning.costs.cluster import STOCK, Cluster
+from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction, Refusal
 from megatron_moe_opt.row_format import Wire
 from megatron_moe_opt.systems import SYSTEMS
 from megatron_moe_opt.systems.system import System
@@ -34,7 +34,7 @@ def candidates(
     budget: int | None = None,
     wires: Sequence[Wire] = (),
     below: float = math.inf,
-    has_room: Callable[[int], bool] | None = None,
+    has_room: Callable[[HeldMore], bool] | None = None,
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
     """Returns every candidate that the cluster's measurements cover, the fastest first, and what is left out.
 
@@ -45,14 +45,14 @@ def candidates(
         wires: formats of rows on the wire that are predicted besides the rows' own. Each system that can send them is
             also a candidate with each of these.
         below: seconds. A candidate that is known to take as long as that, or longer, is left out.
-        has_room: whether a GPU can hold so many bytes of a layer's activations. With it only the `best` of those that
+        has_room: whether a GPU can hold so much more of each layer than stock's. With it only the `best` of those that
             fit is asked for: what is known not to be that one is left out.
 
     Raises:
         ConfigurationError: the cluster has no expert measured, or lacks what all candidates need.
     """
     cluster.check_expert()  # whole layers are compared
-    layer = LayerOnCluster(workload, cluster, below, has_room or (lambda activation_bytes: True))
+    layer = LayerOnCluster(workload, cluster, below, has_room or (lambda more: True))
     found: list[Prediction] = []
     refused: list[Refusal] = []
     systems = [system for system in SYSTEMS if system.candidates]
@@ -70,7 +70,7 @@ def candidates(
                     refused.append(Refusal(one.variant, reason))
                 else:
                     found.append(one)
-                    if has_room is not None and has_room(one.activation_bytes):
+                    if has_room is not None and has_room(one.held_more):
                         layer.below = min(layer.below, one.seconds * (1 - WINS_BY * (one.variant == ALLTOALL)))
         except ConfigurationError as error:
             refused.append(Refusal(name, str(error)))
@@ -108,15 +108,18 @@ def _narrowed(system: System, layer: LayerOnCluster) -> Iterator[Prediction]:
 def stock_without_waiting(
     workload: LayerWorkload, cluster: Cluster, budget: int | None = None
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
-    """Returns what `candidates` returns, but for stock alone: once as if all that it communicates were hidden, which no
-    candidate is faster than, and once as it is.
+    """Returns what `candidates` returns, but for stock alone: once as if it took no longer than its experts, and what a
+    rank does with its tokens by itself, which no candidate is faster than, and once as it is.
 
     Raises ConfigurationError where stock does not train.
     """
-    (stock,) = _stock(LayerOnCluster(workload, cluster))
+    layer = LayerOnCluster(workload, cluster)
+    (stock,) = _stock(layer)
     if isinstance(stock, Refusal):
         raise ConfigurationError(f"{stock.variant}: {stock.reason}")
-    return (replace(stock, seconds=stock.seconds - stock.exposed, exposed=0.0), stock), ()
+    alone = layer.local_timeline(OURS, -(-workload.tokens // workload.tp))
+    least = alone.seconds + sum(layer.seconds_of_experts(workload.rows_of(1.0)))
+    return (replace(stock, seconds=min(least, stock.seconds), exposed=0.0), stock), ()
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:

@@ -16,7 +16,7 @@ from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.expert_migration import DomainChoice
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
+from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction, Refusal
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.systems.system import (
@@ -294,7 +294,8 @@ def _candidates(layer: LayerOnCluster, options: MigrationOptions) -> Iterator[Pr
             exposed=sum(timeline.exposed for timeline in timelines),
             inter_bytes=between,
             intra_bytes=sum(sent) - between,
-            activation_bytes=layer.activation_bytes + layer.held_bytes_of_others(domains),
+            activation_bytes=layer.activation_bytes + (of_others := layer.held_bytes_of_others(domains)),
+            held_more=HeldMore(of_others=of_others),
             terms={term: value for term, value in terms.items() if value},
             timelines=tuple(timelines),
         )

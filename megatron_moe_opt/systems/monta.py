@@ -13,7 +13,7 @@ from megatron_moe_opt.option_values import AUTO, BYTES, CHUNKS, one_of
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.monta import CHUNKS as CHUNK_COUNTS
 from megatron_moe_opt.planning.predicting.monta import Pass
-from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction
 from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
 from megatron_moe_opt.systems.system import (
     CHOOSES,
@@ -138,7 +138,7 @@ def pipelines(options: MontaOptions, passes: Sequence[Pass]) -> list[tuple[str, 
 
 def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Prediction]:
     one = layer.workload
-    for level, count in pipelines(options, layer.passes) if layer.has_room(layer.activation_bytes) else ():
+    for level, count in pipelines(options, layer.passes) if layer.has_room(HeldMore()) else ():
         schedules = [
             exchanged.schedule(level, even_chunks(exchanged.exchanged, one.etp, count), one.ep, one.etp)
             for exchanged in layer.passes

@@ -321,7 +321,7 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
         limited = layer.below < math.inf
         tried = [(cut.least_seconds(layer) if limited else 0.0, cut) for cut in cuts]
         for least, cut in sorted(tried, key=itemgetter(0)):  # the fastest first: others need no prediction
-            if least < layer.below and layer.has_room(cut.activation_bytes(layer)):
+            if least < layer.below and layer.has_room(cut.held_more(layer)):
                 yield _predicted(layer, cut)
 
 

@@ -84,6 +84,10 @@ class Layout:
         """Returns the size of data parallelism for experts: what expert-TP, EP and PP leave of the ranks."""
         return self.world // (self.expert_tp * self.ep * self.pp)
 
+    def cuts(self, sequence: int) -> bool:
+        """Whether TP and CP cut a sequence of so many tokens into equal parts: CP takes two of its chunks each."""
+        return sequence % (self.tp * self.cp) == 0 and (self.cp == 1 or sequence % (2 * self.cp) == 0)
+
     def size(self, role: Role) -> int:
         """Returns how many ranks a group of `role` has."""
         return getattr(self, role.replace("-", "_"))

@@ -27,9 +27,13 @@ class Flags:
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._values: dict[str, list[str]] = {}
+        values: list[str] | None = None
         for argument in arguments:
             if argument.startswith("--"):
-                values = self._values[argument] = []
+                flag, separator, value = argument.partition("=")
+                values = self._values[flag] = [value] if separator else []
+            elif values is None:
+                raise ConfigurationError(f"{argument} is behind no flag: give arguments of Megatron-LM, such as --bf16")
             else:
                 values.append(argument)
 

@@ -17,6 +17,10 @@ names="$(basename -s .sh "${models[@]}" | paste -sd ' ')"
 model="${1:-}"
 [[ -n "$model" ]] || refuse "name a recipe, or the path of a file of your own; recipes are: $names"
 shift
+for argument in "$@"; do
+    [[ ! "$argument" =~ ^--(save|load)(=|$) ]] || refuse "$argument is the job's own, which goes on from CHECKPOINTS: set \
+that folder; to begin with the weights of another run give --pretrained-checkpoint"
+done
 recipe="$here/models/$model.sh"
 [[ -r "$recipe" ]] || recipe="$(realpath -e "$model" 2>/dev/null)" ||
     refuse "$model is neither a file nor a recipe, which are: $names"
@@ -50,17 +54,21 @@ if [[ -z "${CONTAINER:-}" ]]; then
         mkdir -p "$CHECKPOINTS" || refuse "CHECKPOINTS: $CHECKPOINTS cannot be made"
     fi
     if [[ -n "${PROLOGUE:-}" ]]; then # it may be what finds Python
+        given=("$@")
+        set --
         set +eu
         # shellcheck disable=SC1090
         source "$PROLOGUE"
         set -eu
+        set -- "${given[@]}"
     fi
     command -v "${PYTHON:-python3}" >/dev/null || refuse "PYTHON: there is no ${PYTHON:-python3}"
     planned=()
     [[ -z "${PROFILE:-}" ]] || planned=(--moe-token-dispatcher-type auto --moe-opt-profile "$PROFILE")
     [[ -z "${PLAN:-}" ]] || planned=(--moe-token-dispatcher-type auto --moe-opt-plan "$PLAN")
     # shellcheck disable=SC2154 # the recipe sets it
-    "${PYTHON:-python3}" "$here/check_recipe.py" "$recipe" --nodes "${NODES:-$nodes}" -- "${planned[@]}" "$@" || exit 2
+    PYTHONPATH="${MEGATRON_LM:+$MEGATRON_LM:}${PYTHONPATH:-}" \
+        "${PYTHON:-python3}" "$here/check_recipe.py" "$recipe" --nodes "${NODES:-$nodes}" -- "${planned[@]}" "$@" || exit 2
 fi
 
 # SIGTERM 10 minutes before the end, which a short job spends otherwise; a measurement takes minutes.

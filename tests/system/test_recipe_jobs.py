@@ -169,7 +169,20 @@ def test_a_job_passes_what_the_dry_run_checks(cluster):
         cluster.save("0")
         cluster.job("--train-iters", "7", model=model, SAVES="7")
         settings = [*recipe.command_line, "--train-iters", "7"]
-        assert cluster.note("arguments")[4 : 4 + len(settings)] == settings
+        assert cluster.note("arguments")[-len(settings) :] == settings
+
+
+def test_what_is_added_counts_but_for_where_the_job_saves(cluster):
+    prologue = cluster.notes / "prologue.sh"
+    prologue.write_text("set -- other words\n")
+    given = ("--train-iters=7", "--tokenizer-type", "NullTokenizer", "--tensor-model-parallel-size=4")
+    assert cluster.job(*given, SAVES="7", PROLOGUE=str(prologue)).returncode == 0  # trained to the end
+    arguments = cluster.note("arguments")
+    assert value(arguments, "--tokenizer-type") == "NullTokenizer" and value(arguments, "--train-iters") == "7"
+    for script in ("job", "submit"):
+        for one in ("--load=/shared/other", "--save"):
+            ran = cluster.job(one) if script == "job" else cluster.run("submit.sh", "mixtral_8x7b", one)
+            assert ran.returncode == 2 and "goes on from CHECKPOINTS" in ran.stderr
 
 
 def test_the_launcher_takes_the_command(cluster, tmp_path):
@@ -179,7 +192,8 @@ def test_the_launcher_takes_the_command(cluster, tmp_path):
     alone.chmod(0o755)
     environment = {"PYTHON": str(alone), "MEGATRON_LM": str(tmp_path), "PYTHONPATH": str(ROOT)}
     result = cluster.job(model="hybridep_llama_tiny", CUDA_VISIBLE_DEVICES="", **environment)
-    assert "trains with --bf16" in result.stdout, result.stderr
+    assert "trains with --data-path" in result.stdout and " --bf16 " in result.stdout, result.stderr
+    assert "--no-gradient-accumulation-fusion" in result.stdout  # Apex is not here
     assert "--moe-token-dispatcher-type expert-migration" in result.stdout
     assert "--moe-opt" not in result.stdout
     assert result.returncode == 1  # it has saved nothing

@@ -24,6 +24,7 @@ from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting import expert_migration, parm
 from megatron_moe_opt.planning.predicting.expert_migration import realisable_groups
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.training.step_costs import STAGES
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.layouts import Layout
@@ -208,3 +209,11 @@ def test_saa_hides_a_gather_behind_the_exchange():
 )
 def test_one_queue_is_planned_for_where_megatron_asks_for_it(known, layout, one_queue):
     assert describe(known, layout, 4096, 14336).one_queue is one_queue
+
+
+def test_stages_are_as_far_apart_as_the_farthest_neighbours():
+    """Of 16 stages of 4 GPUs every other pair lies in one node of 8, and the others on two nodes."""
+    key = Kind.ALL_GATHER, STAGES
+    layouts = Layout(64, tp=4, pp=16), Layout(16, tp=8, pp=2)
+    several, on_two_nodes = (describe(H100_IB400, layout, 1024, 1024).curves[key] for layout in layouts)
+    assert several == on_two_nodes

@@ -79,9 +79,25 @@ def test_what_is_printed_is_what_the_planner_says(run):
     sizes = of_model, parallel, H100_IB400.device, 1, 2048, 4
     step = throughput(*sizes, stock.seconds, with_experts=True, besides=besides)
     assert rows[ALLTOALL][7:9] == [f"{step.tokens_per_second:.0f}", f"{step.mfu:.1%}"]
-    reuse = next(one for one in found if one.variant == "mpmoe:8:S4")
-    saved = 4 * (stock.activation_bytes - reuse.activation_bytes) / 2**30
+    # S4 keeps rows as they are sent, with 16 bytes behind each, in the place of the experts' inputs, and no middle, of
+    # three tensors; the layer that runs has a part of both.
+    more = next(one for one in found if one.variant == "mpmoe:8:S4").held_more
+    assert more.of_pass == 4096 * (16 - 3 * 14336 * 2) and 0 < more.at_work < -more.of_pass / 4
+    saved = -(4 * more.of_pass + more.at_work) / 2**30
     assert float(rows[ALLTOALL][6]) - float(rows["mpmoe:8:S4"][6]) == pytest.approx(saved, abs=0.11)
+    assert rows["mpmoe:8:hops"][6] == rows["monta:O1"][6] == rows[ALLTOALL][6]  # which save the same for backward
+    others = next(one for one in found if one.variant == "expert-migration:2")
+    held = 4 * (others.activation_bytes - stock.activation_bytes) / 2**30  # once, however many micro-batches there are
+    assert float(rows["expert-migration:2"][6]) - float(rows[ALLTOALL][6]) == pytest.approx(held, abs=0.11)
+
+
+def test_memory_follows_the_rows_that_experts_get(run):
+    """Half as many more for each expert: half of what all layers keep of them, three tensors of 14,336 and an input."""
+    base = "--cluster h100-ib400 --world 16 --ep 8 --micro-batches 4"
+    gib = [
+        float(tables(run(MIXTRAL, base, more)[1])[CANDIDATES][ALLTOALL][6]) for more in ("", "--capacity-factor 1.5")
+    ]
+    assert gib[1] - gib[0] == pytest.approx(4 * 2048 * 2 * (4096 + 3 * 14336) / 2**30, abs=0.11)
 
 
 def test_slower_candidates_are_left_out_but_for_the_best_of_each_system(run):
@@ -111,7 +127,10 @@ def test_the_plan_and_the_flags_that_run_it(run, tmp_path):
     flags = output.splitlines()[-1].split()
     options, stock = split_options(flags)
     assert f"mpmoe:{options.partitions}:{options.way}" == variant
-    assert " ".join(stock).endswith("--micro-batch-size 1 --global-batch-size 64 --moe-token-dispatcher-type mpmoe")
+    assert " ".join(stock).endswith(
+        '--micro-batch-size 1 --global-batch-size 64 --moe-layer-freq "([0]*3+[1]*7)" '
+        "--moe-shared-expert-intermediate-size 2048 --moe-token-dispatcher-type mpmoe"
+    )
     assert stock[:6:2] == [
         "--tensor-model-parallel-size",
         "--context-parallel-size",
@@ -522,7 +541,13 @@ MODELS = ", ".join(KNOWN_MODELS)
         ),
         (
             f"{MIXTRAL} --cluster pcie --world 8 --tp 8 --sequence 100",
-            "--sequence 100: TP 8 x CP 1 does not divide the tokens of a micro-batch: choose a multiple",
+            "--sequence 100: TP 8 x CP 1 does not divide it, or twice CP does not, where that is above 1: choose a "
+            "multiple of both",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --tp 1 --cp 2 --sequence 4098 --micro-batch 2",
+            "--sequence 4098: TP 1 x CP 2 does not divide it, or twice CP does not, where that is above 1: choose a "
+            "multiple of both",
         ),
         (
             f"{MIXTRAL} --cluster pcie --world 8 --sequence 128,256 --explain",

@@ -12,10 +12,10 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
 from megatron_moe_opt.planning.costs.known_clusters import A800_IB200, H100_IB400
-from megatron_moe_opt.planning.planner import best, candidates, in_fewest_parts
+from megatron_moe_opt.planning.planner import best, candidates, in_fewest_parts, stock_without_waiting
 from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
-from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction
 from megatron_moe_opt.row_format import Wire
 from megatron_moe_opt.schedules.mpmoe import token_shares
 from megatron_moe_opt.schedules.parm import JOINT
@@ -399,6 +399,10 @@ def test_experts_that_travel_are_drawn_on_their_way():
         assert (Kind.ALL_TO_ALL in {op.kind for op in ops}) != travels  # all experts are here: no token leaves
 
 
+def _more(more: HeldMore) -> int:
+    return more.of_pass + more.at_work + more.of_others
+
+
 @pytest.mark.parametrize(
     ("known", "layout"),
     [(H100_IB400, Layout(16, ep=16)), (A800_IB200, Layout(32, ep=8, expert_tp=2))],
@@ -412,8 +416,7 @@ def test_what_is_left_out_takes_as_long_as_was_said(known, layout):
     )  # fmt: skip
     described, wires = describe(known, layout, 2048, 768 // layout.expert_tp), [Wire.of("fp8")]
     everything, refused = candidates(one, described, wires=wires)
-    one_of_stock = by_variant(everything)[ALLTOALL]
-    stock = one_of_stock.seconds
+    stock = by_variant(everything)[ALLTOALL].seconds
     left_out = 0
     for limit in (0.5 * stock, 0.8 * stock, stock):
         found, also_refused = candidates(one, described, wires=wires, below=limit)
@@ -423,8 +426,19 @@ def test_what_is_left_out_takes_as_long_as_was_said(known, layout):
         assert ALLTOALL in kept and kept.items() <= by_variant(everything).items()
         assert kept.keys() >= {other.variant for other in everything if other.seconds < limit}
     assert left_out > 0
-    for room in (min(other.activation_bytes for other in everything), one_of_stock.activation_bytes):
-        found, _ = candidates(one, described, wires=wires, has_room=lambda held, room=room: held <= room)
+    for room in (min(_more(other.held_more) for other in everything), 0):
+        found, _ = candidates(one, described, wires=wires, has_room=lambda more, room=room: _more(more) <= room)
         assert len(found) < len(everything)
-        expected, kept = ([other for other in of if other.activation_bytes <= room] for of in (everything, found))
+        expected, kept = ([other for other in of if _more(other.held_more) <= room] for of in (everything, found))
         assert (best(kept) if kept else None) == (best(expected) if expected else None)
+
+
+def test_no_candidate_is_faster_than_what_bounds_them():
+    """Tokens that hop are fewer than the rows of stock, which a rank copies and sorts by itself."""
+    layout = Layout(64, ep=8)
+    one = LayerWorkload(32768, 2048, 768, True, 128, 8, 2, 16, 8, fused=True, workers=levels_of_ep(H100_IB400, layout))
+    cluster = describe(H100_IB400, layout, 2048, 768)
+    (bound, stock), _ = stock_without_waiting(one, cluster)
+    found, _ = candidates(one, cluster)
+    assert stock.seconds == by_variant(found)[ALLTOALL].seconds
+    assert 0.7 * found[0].seconds < bound.seconds < found[0].seconds

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes" / "slurm"))  # a folder of scripts, not a package
 
 from check_recipe import check, model_shape  # noqa: E402
-from recipe import MODELS, Recipe, read_recipe  # noqa: E402
+from recipe import MODELS, Flags, Recipe, read_recipe  # noqa: E402
 
 NAMES = sorted(path.stem for path in MODELS.glob("*.sh"))
 LAYOUT = re.compile(r"(\d+) ranks: TP (\d+), PP (\d+), CP (\d+), EP (\d+), expert-TP (\d+)")
@@ -197,3 +197,12 @@ def test_refuses_what_is_no_recipe(tmp_path):
     file.write_text(file.read_text() + "vocabulary=many\n")
     with pytest.raises(ConfigurationError, match="vocabulary=many must be whole numbers"):
         read_recipe(file)
+
+
+def test_flags_and_values_may_be_one_word():
+    flags = Flags(["--bf16", "--train-iters=7", "--lr-decay-style", "cosine", "--data-path=1 a 1 b"])
+    assert list(flags) == ["--bf16", "--train-iters", "--lr-decay-style", "--data-path"]
+    assert flags.number("--train-iters") == 7 and flags.values("--bf16") == []
+    assert flags.values("--data-path") == ["1 a 1 b"] and flags.values("--lr-decay-style") == ["cosine"]
+    with pytest.raises(ConfigurationError, match="^mixtral is behind no flag"):
+        Flags(["mixtral", "--bf16"])

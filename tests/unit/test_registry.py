@@ -526,3 +526,13 @@ def test_a_configuration_whose_checks_come_later_is_held_to_the_same():
             deferred.finalize()
     finally:
         megatron_moe_opt.register()
+
+
+def test_gpus_need_an_extension_that_was_built_for_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(registry, "build_info", lambda: {"backend": "cpu"})
+    registry.check_named(["--moe-token-dispatcher-type", "alltoall"])
+    with pytest.raises(ConfigurationError, match="the compiled extension of megatron-moe-opt is for CPUs: run MOE_OPT"):
+        registry.check_named(["--moe-token-dispatcher-type", "monta"])
+    monkeypatch.setattr(registry, "build_info", lambda: {"backend": "cuda"})
+    registry.check_named(["--moe-token-dispatcher-type", "monta"])

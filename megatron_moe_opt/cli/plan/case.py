@@ -13,8 +13,7 @@ from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan, facts_of_plan
 from megatron_moe_opt.planning.planner import best, candidates, fastest_narrowed
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
-from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction, Refusal
 from megatron_moe_opt.planning.training.memory import RECOMPUTE, layer_activations, training_memory, under_way
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.step_costs import StepCosts, communication
@@ -108,38 +107,42 @@ class Case:
         """Returns bytes of a GPU of the pipeline stage that holds most: stock's, and what the candidate's layers hold
         more, or less.
         """
-        return self._memory(one.activation_bytes)
+        return self._memory(one.held_more)
 
-    def _memory(self, held: int) -> float:
-        more = held - activation_bytes(self.workload, self.workload.rows, 1, "none")
-        return max(of_stock + layers * more for of_stock, layers in self._stages)
+    def _memory(self, more: HeldMore) -> float:
+        return max(
+            of_stock + passes * more.of_pass + (layers > 0) * more.at_work + layers * more.of_others
+            for of_stock, passes, layers in self._stages
+        )
 
     @cached_property
-    def _stages(self) -> list[tuple[float, int]]:
-        """Bytes of a GPU of each telling stage under stock, and how often it holds what a MoE layer keeps. Where all
-        layers are run again, one at a time does.
+    def _stages(self) -> list[tuple[float, int, int]]:
+        """Bytes of a GPU of each telling stage under stock, how often it holds what a MoE layer keeps of a pass, and
+        its MoE layers. Where all layers are run again, one at a time keeps it.
         """
         settings, model, layout = self.settings, self.model, self.site.layout
+        rows = self.workload.rows * layout.expert_tp
         found = []
         for stage in model.telling_stages(layout):
             of_stock = training_memory(
-                model, layout, settings.micro_batch, self.sequence, settings.micro_batches, stage, settings.recompute
-            ).total
+                model, layout, settings.micro_batch, self.sequence, settings.micro_batches, stage, settings.recompute,
+                rows=rows,
+            ).total  # fmt: skip
             layers = model.moe_layers(layout, stage)
             if settings.recompute == RECOMPUTE[-1]:
-                again = layer_activations(model, layout, settings.micro_batch, self.sequence, moe=layers > 0)
-                found.append((of_stock + sum(again.values()), min(layers, 1)))
+                again = layer_activations(model, layout, settings.micro_batch, self.sequence, rows=rows, moe=layers > 0)
+                found.append((of_stock + sum(again.values()), min(layers, 1), layers))
             else:
-                found.append((of_stock, layers * under_way(layout, stage, settings.micro_batches)))
+                found.append((of_stock, layers * under_way(layout, stage, settings.micro_batches), layers))
         return found
 
     def fits(self, one: Prediction) -> bool:
         """Whether a GPU can hold the candidate within FITS of its memory; True where a GPU's memory is not known."""
-        return self.has_room(one.activation_bytes)
+        return self.has_room(one.held_more)
 
-    def has_room(self, held: int) -> bool:
-        """Whether a GPU can hold so many bytes of a MoE layer's activations, by the same rule as `fits`."""
-        return self.site.memory is None or self._memory(held) <= FITS * self.site.memory
+    def has_room(self, more: HeldMore) -> bool:
+        """Whether a GPU can hold so much more of each MoE layer than stock's, by the same rule as `fits`."""
+        return self.site.memory is None or self._memory(more) <= FITS * self.site.memory
 
     def step(self, one: Prediction) -> Throughput | None:
         """Returns what a training step takes under a candidate; None where the speed of a GPU is not known."""

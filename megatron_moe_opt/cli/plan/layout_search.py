@@ -145,7 +145,7 @@ def _bounded(settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangeme
     """The cases by what decides a MoE layer, layout and micro-batch: recomputation makes no difference to them."""
     found = []
     for one in ones:
-        if one.micro_batch * settings.sequences[0] % (one.layout.tp * one.layout.cp):
+        if not one.layout.cuts(settings.sequences[0]):
             continue
         of_layout = settings.arranged(one)
         if one.layout not in sites:

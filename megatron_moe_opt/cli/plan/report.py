@@ -28,6 +28,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.mpmoe import HOPS
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, told_together
 from megatron_moe_opt.planning.training.known_models import MONTA_CHOICES
+from megatron_moe_opt.planning.training.step_costs import STAGES
 from megatron_moe_opt.schedules.schedule import CODEC, Kind
 from megatron_moe_opt.schedules.timeline import numbered, one_after_another
 from megatron_moe_opt.systems.system import FLAG, PREFIX
@@ -156,6 +157,13 @@ def megatron_flags(case: Case, plan: Path | None) -> list[str]:
     flags = [*layout, *DISTRIBUTED_OPTIMIZER, *RECOMPUTE_FLAGS[settings.recompute]]
     if case.model.layers % site.layout.pp:
         sizes["--decoder-last-pipeline-num-layers"] = len(case.model.of_stage(site.layout, site.layout.pp - 1))
+    if dense := case.model.dense_layers:
+        sizes["--moe-layer-freq"] = f'"([0]*{dense}+[1]*{case.model.layers - dense})"'
+    if case.model.shared_ffn:
+        sizes["--moe-shared-expert-intermediate-size"] = case.model.shared_ffn
+    if settings.capacity_factor is not None:
+        sizes["--moe-expert-capacity-factor"] = f"{settings.capacity_factor:g}"
+        flags.append("--moe-pad-expert-input-to-capacity")
     flags += [part for flag, size in sizes.items() for part in (flag, str(size))]
     name, options = split_variant(case.chosen.variant, None)
     # A plan's runners-up may migrate experts where what is chosen does not.
@@ -281,7 +289,7 @@ def _costs_table(site: Site, workload: LayerWorkload) -> Table:
     costs = costs_with_experts(workload, site.cluster)
     own = workload.rows * workload.row_bytes
     for (kind, group), curve in costs.curves.items():
-        if group in ("dp", "expert-dp", "cp"):
+        if group in ("dp", "expert-dp", "cp", STAGES):
             continue  # no part of a MoE layer
         size = own if kind is Kind.ALL_TO_ALL and group == "ep" else own * workload.etp
         if group == "tp":

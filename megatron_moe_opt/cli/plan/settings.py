@@ -232,10 +232,10 @@ def _layout(sizes: Mapping[str, int]) -> Layout:
 def _check(settings: PlanSettings, model: ModelShape, layout: Layout) -> None:
     check_model(model, layout)
     for sequence in settings.sequences:
-        if settings.micro_batch * sequence % (layout.tp * layout.cp):
+        if not layout.cuts(sequence):
             raise ConfigurationError(
-                f"--sequence {sequence}: TP {layout.tp} x CP {layout.cp} does not divide the tokens of a micro-batch: "
-                "choose a multiple"
+                f"--sequence {sequence}: TP {layout.tp} x CP {layout.cp} does not divide it, or twice CP does not, "
+                "where that is above 1: choose a multiple of both"
             )
 
 

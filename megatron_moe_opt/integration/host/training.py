@@ -9,12 +9,12 @@ import importlib
 import importlib.util
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from megatron_moe_opt.integration.dataset_helpers import compile_helpers_with_this_python
 from megatron_moe_opt.integration.host.limits import check_host_arguments
 from megatron_moe_opt.integration.patching import around_import, replace, when_imported
 from megatron_moe_opt.integration.training_arguments import before_validation
@@ -33,28 +33,6 @@ def _no_fused_kernels(original: Callable[..., None]) -> Callable[..., None]:
     """Replaces a step that would compile CUDA softmax kernels with nvcc at start; the torch softmax is used."""
     del original
     return lambda args: None
-
-
-def _compile_for_this_python(original: Callable[[], None]) -> Callable[[], None]:
-    """Adapts the compilation of dataset helpers, whose Makefile asks `python3` and `python3-config` from PATH.
-
-    A virtual environment has no python3-config and PATH may lead to another Python: the suffix is given and this
-    Python goes first. Helpers that are there already (the wheel has them) are not compiled.
-    """
-
-    def compile_helpers() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-            return
-        present = {name: os.environ.get(name) for name in ("MAKEFLAGS", "PATH")}
-        os.environ["MAKEFLAGS"] = f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"
-        os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), present["PATH"] or os.defpath))
-        try:
-            original()
-        finally:
-            for name, value in present.items():
-                os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
-
-    return compile_helpers
 
 
 class _Absent:
@@ -88,7 +66,7 @@ def use_host_training() -> None:
     """Adapt megatron.training and what it starts with, where a script uses them."""
     # Required by the argument check for overlap on GPUs before Blackwell; no CUDA device reads it here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    replace(importlib.import_module("megatron.core.datasets.utils"), "compile_helpers", _compile_for_this_python)
+    compile_helpers_with_this_python()
     before_validation(check_host_arguments)
     when_imported("megatron.training.initialize", lambda module: replace(module, "initialize_megatron", _allow_no_cuda))
     when_imported("megatron.legacy.fused_kernels", lambda module: replace(module, "load", _no_fused_kernels))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -78,7 +79,7 @@ def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: 
         "expert-dp": (layout.groups("expert-dp"), gathered),
         JOINT: (layout.joint_groups, (Kind.ALL_TO_ALL,)),
         "ep": (layout.groups("ep"), (Kind.ALL_TO_ALL,)),
-        STAGES: (tuple(group[:2] for group in layout.groups("pp")), (Kind.ALL_GATHER,)),
+        STAGES: ([pair for group in layout.groups("pp") for pair in pairwise(group)] or [(0,)], (Kind.ALL_GATHER,)),
     }
     for name, (members, kinds) in groups.items():
         if len(members[0]) > 1:

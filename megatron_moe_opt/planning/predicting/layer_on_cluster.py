@@ -15,7 +15,7 @@ from megatron_moe_opt.planning.costs.link_bytes import LinkBytes
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.monta import Pass, training_passes
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
-from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction
 from megatron_moe_opt.planning.predicting.simulator import lane_rate
 from megatron_moe_opt.planning.predicting.skew import Skew
 from megatron_moe_opt.schedules.monta import even_chunks
@@ -53,12 +53,12 @@ class LayerOnCluster:
         workload: LayerWorkload,
         cluster: Cluster,
         below: float = math.inf,
-        has_room: Callable[[int], bool] = lambda activation_bytes: True,
+        has_room: Callable[[HeldMore], bool] = lambda more: True,
     ) -> None:
         """
         Args:
             below: seconds. Candidates that take as long, whatever they hide, are not asked for.
-            has_room: whether candidates that hold so many bytes of activations are asked for.
+            has_room: whether candidates that hold so much more than stock are asked for.
         """
         self.workload, self.cluster, self.below, self.has_room = workload, cluster, below, has_room
         self._costs: dict[int, Costs] = {}

@@ -19,12 +19,13 @@ from megatron_moe_opt.planning.predicting.expert_migration import (
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.partitioned_rows import (
     activation_bytes,
+    held_more,
     hop_partitions,
     hop_row_bytes,
     partitions,
     row_bytes,
 )
-from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction
 from megatron_moe_opt.schedules import parm
 from megatron_moe_opt.schedules.hops import HopStages, level_of
 from megatron_moe_opt.schedules.mpmoe import (
@@ -77,6 +78,11 @@ class PartitionedLayer:
         one = layer.workload
         own = activation_bytes(one, one.rows, len(self.parts), self.strategy, self.own)
         return own + (0 if self.domains is None else layer.held_bytes_of_others(self.domains))
+
+    def held_more(self, layer: LayerOnCluster) -> HeldMore:
+        """Returns what a GPU holds besides what it holds under stock."""
+        more = held_more(layer.workload, len(self.parts), self.strategy, self.own)
+        return more if self.domains is None else replace(more, of_others=layer.held_bytes_of_others(self.domains))
 
     @classmethod
     def of(
@@ -172,7 +178,7 @@ class PartitionedLayer:
         predicted = layer.prediction(
             variant, schedules, alone, costs=self.costs, parts=len(self.parts), local_rows=self.own, links=links
         )
-        return replace(predicted, activation_bytes=self.activation_bytes(layer))
+        return replace(predicted, activation_bytes=self.activation_bytes(layer), held_more=self.held_more(layer))
 
 
 def costs_of(layer: LayerOnCluster, way: str, domains: ExpertDomains | None = None) -> Callable[[Op], float]:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from math import ceil
 
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.prediction import HeldMore
 from megatron_moe_opt.planning.predicting.skew import Skew
 from megatron_moe_opt.planning.training.memory import expert_middle_width, first_product_width
 from megatron_moe_opt.schedules.hops import HopRows
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, RowBytes
+from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, Restore, RowBytes
 from megatron_moe_opt.topology.domains import ExpertDomains, stationary
 
 FACT_BYTES = 4
@@ -64,6 +65,28 @@ def hop_partitions(
         return HopRows(own, sent, computed * layer.etp, arrived, layer.sharers)
 
     return [part(share) for share in shares]
+
+
+def held_more(layer: LayerWorkload, count: int, strategy: str, own_rows: int | None = None) -> HeldMore:
+    """Returns what a layer whose partitions share memory holds besides stock's, which keeps T_DI and T_M.
+
+    Args:
+        own_rows: a rank's own, where it is not each of its rows that it sends.
+    """
+    how = STRATEGIES[strategy]
+    if not how.reuses:
+        return HeldMore()
+    part, row = partitions(layer, layer.rows, count)[0], row_bytes(layer)
+    own = part.own * count if own_rows is None else own_rows
+    rows, kept = part.gathered * count, 0
+    if how.inputs is not Restore.KEEP:
+        kept -= rows * row.token
+    if how.inputs is Restore.COMMUNICATE:
+        kept += own * row.packed
+    if how.middle is not Restore.KEEP:
+        kept -= rows * (row.middle + row.activations)
+    buffers = min(2, count) * row.token + min(how.middle_buffers, count) * row.middle + row.activations
+    return HeldMore(kept, part.gathered * buffers)
 
 
 def activation_bytes(layer: LayerWorkload, rows: int, count: int, strategy: str, own_rows: int | None = None) -> int:

@@ -13,6 +13,18 @@ ALLTOALL = "alltoall"
 
 
 @dataclass(frozen=True)
+class HeldMore:
+    """What a layer holds on a GPU besides what stock's does, in bytes; below 0: what stock's holds and it does not."""
+
+    of_pass: int = 0
+    """Bytes kept from the forward pass of a micro-batch to its backward pass."""
+    at_work: int = 0
+    """Bytes of buffers in which a layer has, while it runs, what it has not kept: one layer at a time does."""
+    of_others: int = 0
+    """Bytes of other ranks' experts and of sums of their gradients, however many micro-batches are under way."""
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What one candidate would take for a layer, forward and backward of one micro-batch."""
 
@@ -29,6 +41,8 @@ class Prediction:
     """Bytes that forward and backward hold of rows and of what experts save (MPMoE, eq. 2), and of others' experts."""
     terms: dict[str, float] = field(default_factory=dict)
     """The seconds of each term, of which `seconds` is the sum."""
+    held_more: HeldMore = field(default=HeldMore(), compare=False)
+    """Of which a GPU's memory is made; nothing, as of stock, where the prediction was read from a file."""
     parts: int = field(default=1, compare=False)
     """Chunks or partitions that its rows are cut into."""
     timelines: tuple[Timeline, ...] = field(default=(), compare=False, repr=False)

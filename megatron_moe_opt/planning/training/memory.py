@@ -169,6 +169,7 @@ def training_memory(
     stage: int = 0,
     recompute: str = "none",
     each: BytesPerParameter | None = None,
+    rows: int | None = None,
 ) -> StageMemory:
     """Returns all of a rank's memory for its layers and words (eq. 1), without embedding output, logits and workspace.
 
@@ -178,6 +179,7 @@ def training_memory(
         micro_batches: of one step.
         recompute: "none"; "selective", of the attention's middle; "full", of every layer from its input.
         each: see state_memory.
+        rows: of a micro-batch at the experts of a rank; None: all choices of its tokens, spread evenly.
 
     Raises:
         ConfigurationError: see ModelShape.parameters.
@@ -189,7 +191,7 @@ def training_memory(
     moe_layers = model.moe_layers(layout, stage)
     activations = 0
     for moe, layers in ((True, moe_layers), (False, len(model.of_stage(layout, stage)) - moe_layers)):
-        terms = layer_activations(model, layout, micro_batch, sequence, moe=moe)
+        terms = layer_activations(model, layout, micro_batch, sequence, rows=rows, moe=moe)
         if recompute == "selective":
             del terms["attention"]
         if recompute == "full":
