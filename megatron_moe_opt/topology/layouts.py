@@ -106,11 +106,17 @@ class Layout:
     @property
     def joint_groups(self) -> Groups:
         """Returns EP and expert-TP together, expert-TP fastest: joint rank = EP rank * expert-TP + expert-TP rank."""
-        shards_of = {ranks[0]: ranks for ranks in self.groups("expert-tp")}
+        return self._joined("expert-tp", "ep")
+
+    @property
+    def replica_groups(self) -> Groups:
+        """Returns DP and CP together, whose ranks hold the same dense parameters."""
+        return self._joined("cp", "dp")
+
+    def _joined(self, inner: Role, outer: Role) -> Groups:
+        inside = {ranks[0]: ranks for ranks in self.groups(inner)}
         return tuple(
-            tuple(shard for rank in ranks for shard in shards_of[rank])
-            for ranks in self.groups("ep")
-            if ranks[0] in shards_of
+            tuple(one for rank in ranks for one in inside[rank]) for ranks in self.groups(outer) if ranks[0] in inside
         )
 
     @property

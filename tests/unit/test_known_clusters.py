@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
 from megatron_moe_opt.planning.costs.known_clusters import (
     A800_IB200,
@@ -217,3 +218,15 @@ def test_stages_are_as_far_apart_as_the_farthest_neighbours():
     layouts = Layout(64, tp=4, pp=16), Layout(16, tp=8, pp=2)
     several, on_two_nodes = (describe(H100_IB400, layout, 1024, 1024).curves[key] for layout in layouts)
     assert several == on_two_nodes
+
+
+def test_gradients_go_in_rings_over_all_ranks_that_hold_the_same():
+    """Of 64 ranks each of the 8 of a node carries an eighth of what crosses nodes; CP's ranks are among them."""
+    size, key = 2**30, (Kind.REDUCE_SCATTER, "dp")
+    alone, with_cp = (
+        CostCurve(describe(H100_IB400, layout, 1024, 1024).curves[key]).seconds(size)
+        for layout in (Layout(64, ep=8), Layout(64, cp=4, ep=8))
+    )
+    fabric = H100_IB400.between
+    carried = CostCurve.from_efficiency(fabric.bandwidth, fabric.efficiencies, 7 / 8 / 8).seconds(size)
+    assert alone == with_cp == pytest.approx(carried, rel=0.1)  # NVLink takes a little longer

@@ -40,7 +40,7 @@ def megatron_groups() -> dict[str, ProcessGroup]:
     groups = {
         "expert-tp": parallel_state.get_expert_tensor_parallel_group(),
         "tp": parallel_state.get_tensor_model_parallel_group(),
-        "dp": parallel_state.get_data_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "cp": parallel_state.get_context_parallel_group(),
         JOINT: parallel_state.get_expert_tensor_and_model_parallel_group(),
         "ep": parallel_state.get_expert_model_parallel_group(),

@@ -75,7 +75,7 @@ def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: 
         "expert-tp": (layout.groups("expert-tp"), gathered),
         TP: (layout.groups("tp"), gathered),
         "cp": (layout.groups("cp"), gathered),
-        "dp": (layout.groups("dp"), gathered),
+        "dp": (layout.replica_groups, gathered),
         "expert-dp": (layout.groups("expert-dp"), gathered),
         JOINT: (layout.joint_groups, (Kind.ALL_TO_ALL,)),
         "ep": (layout.groups("ep"), (Kind.ALL_TO_ALL,)),
@@ -83,7 +83,7 @@ def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: 
     }
     for name, (members, kinds) in groups.items():
         if len(members[0]) > 1:
-            points = _slowest(levels, _places(levels, members))
+            points = _slowest(levels, _places(levels, members), in_rings=name in ("dp", "expert-dp"))
             curves |= {(kind, name): points for kind in kinds}
     for level, ranks in realisable_groups(workers):
         place = _place_of_domains(levels, layout, workers, level, ranks)
@@ -162,17 +162,26 @@ def _place_of_domains(
     return max(_places(levels, [ep[: stride * ranks : stride]]), key=lambda place: place.peers[::-1])
 
 
-def _slowest(levels: Sequence[tuple[int, Fabric]], places: Iterable[_Place]) -> Points:
-    """Returns the points of the slowest of the ranks at these places and of the levels that they use, at every size."""
+def _slowest(levels: Sequence[tuple[int, Fabric]], places: Iterable[_Place], in_rings: bool = False) -> Points:
+    """Returns the points of the slowest of the ranks at these places and of the levels that they use, at every size.
+
+    Args:
+        in_rings: as the collectives of NCCL, in which the ranks of a group that are inside a unit of a level share
+            what crosses to others; else each row goes straight to its rank, as ours do.
+    """
     curves = []
     for place in places:
-        sharers = 1
+        sharers = inside = 1
         for (joined, fabric), peers in zip(levels, place.peers, strict=True):
             if peers:
                 bandwidth = fabric.bandwidth / (sharers if fabric.shared else 1)
-                moved = CostCurve.from_efficiency(bandwidth, fabric.efficiencies, peers / place.ranks)
+                crossing = peers / place.ranks
+                if in_rings:
+                    crossing = 1 - 1 / place.ranks if inside == 1 else crossing / inside
+                moved = CostCurve.from_efficiency(bandwidth, fabric.efficiencies, crossing)
                 curves.append((moved, fabric.first + fabric.further * (peers - 1)))
             sharers = joined
+            inside += peers
     published = {size for _, fabric in levels for size, _ in fabric.efficiencies if size > 1}
     sizes = sorted(published.union(SIZES))
     return tuple((size, max(moved.seconds(size) + latency for moved, latency in curves)) for size in sizes)
