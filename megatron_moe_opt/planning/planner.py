@@ -105,7 +105,7 @@ def _narrowed(system: System, layer: LayerOnCluster) -> Iterator[Prediction]:
             yield replace(one, variant=f"{one.variant}:{layer.workload.wire.word}")
 
 
-def stock_without_waiting(
+def bound_and_stock(
     workload: LayerWorkload, cluster: Cluster, budget: int | None = None
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
     """Returns what `candidates` returns, but for stock alone: once as if it took no longer than its experts, and what a

@@ -12,7 +12,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
 from megatron_moe_opt.planning.costs.known_clusters import A800_IB200, H100_IB400
-from megatron_moe_opt.planning.planner import best, candidates, in_fewest_parts, stock_without_waiting
+from megatron_moe_opt.planning.planner import best, bound_and_stock, candidates, in_fewest_parts
 from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction
@@ -438,7 +438,7 @@ def test_no_candidate_is_faster_than_what_bounds_them():
     layout = Layout(64, ep=8)
     one = LayerWorkload(32768, 2048, 768, True, 128, 8, 2, 16, 8, fused=True, workers=levels_of_ep(H100_IB400, layout))
     cluster = describe(H100_IB400, layout, 2048, 768)
-    (bound, stock), _ = stock_without_waiting(one, cluster)
+    (bound, stock), _ = bound_and_stock(one, cluster)
     found, _ = candidates(one, cluster)
     assert stock.seconds == by_variant(found)[ALLTOALL].seconds
     assert 0.7 * found[0].seconds < bound.seconds < found[0].seconds

@@ -15,7 +15,7 @@ from megatron_moe_opt.cli.plan.case import FITS, GIB, Case
 from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, check_model, site_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS
-from megatron_moe_opt.planning.planner import candidates, stock_without_waiting
+from megatron_moe_opt.planning.planner import bound_and_stock, candidates
 from megatron_moe_opt.planning.training.arrangements import Arrangement, arrangements
 from megatron_moe_opt.planning.training.memory import RECOMPUTE, layer_activations, training_memory, under_way
 from megatron_moe_opt.planning.training.model import ModelShape
@@ -157,7 +157,7 @@ def _bounded(settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangeme
         if site is not None:
             workload = one.layout, one.micro_batch
             if workload not in alike:
-                alike[workload] = Case.of(of_layout, model, site, settings.sequences[0], stock_without_waiting)
+                alike[workload] = Case.of(of_layout, model, site, settings.sequences[0], bound_and_stock)
             found.append(replace(alike[workload], settings=of_layout))
     return sorted(found, key=lambda one: -_most_tokens(one))
 
