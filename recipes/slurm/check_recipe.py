@@ -213,7 +213,7 @@ def model_shape(recipe: Recipe) -> ModelShape | None:
     if "--multi-latent-attention" in flags:
         return None
     hidden, heads, ffn = map(flags.number, ("--hidden-size", "--num-attention-heads", "--ffn-hidden-size"))
-    padding = 128 * recipe.layout.tp  # Megatron's --make-vocab-size-divisible-by
+    padding = flags.number("--make-vocab-size-divisible-by", 128) * recipe.layout.tp
     return ModelShape(
         layers=flags.number("--num-layers"),
         hidden=hidden,

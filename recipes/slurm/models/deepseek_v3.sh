@@ -12,6 +12,7 @@ nodes=128 # 1024 ranks: TP 1, PP 16, CP 1, EP 64, expert-TP 1
 vocabulary=129280
 
 arguments+=(
+    --make-vocab-size-divisible-by 3232 # the tokenizer has fewer words: as published, not the next multiple of 128
     --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --kv-channels 128
     --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512
     --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm

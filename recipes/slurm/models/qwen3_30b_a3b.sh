@@ -7,6 +7,7 @@ nodes=4 # 32 ranks: TP 1, PP 2, CP 1, EP 8, expert-TP 1
 vocabulary=151936
 
 arguments+=(
+    --make-vocab-size-divisible-by 1187 # the tokenizer has fewer words: as published, not the next multiple of 128
     --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --kv-channels 128
     --group-query-attention --num-query-groups 4 --qk-layernorm --rotary-base 1000000 --norm-epsilon 1e-6
     --seq-length 4096 --max-position-embeddings 40960
