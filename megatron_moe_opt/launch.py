@@ -23,6 +23,9 @@ from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.runtime.job.same_start import say_together, start_alike
 
+A_GPU = Path("/dev/nvidia0")
+"""A device that a node with NVIDIA's GPUs has, whether PyTorch can use them or not."""
+
 
 def run_script(path: Path, arguments: list[str]) -> None:
     """Runs the file as `__main__` would be run by `python path arguments...`.
@@ -68,6 +71,11 @@ def _start(path: Path, arguments: list[str]) -> tuple[Options, list[str]]:
     options, remaining = split_options(arguments)
     if first_rank and {"-h", "--help"} & set(remaining):
         print(options_help())
+    if not torch.cuda.is_available() and A_GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        raise ConfigurationError(
+            f"this node has a GPU, and PyTorch {torch.__version__} cannot use it: see what nvidia-smi and moe-opt "
+            "doctor say, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
     # Megatron warns, module by module and rank by rank, about libraries that exist for GPUs only.
     if not torch.cuda.is_available():
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")

@@ -114,6 +114,20 @@ def test_a_stale_extension_ends_in_one_sentence(script, monkeypatch, capsys):
     assert message.endswith("rebuild it with `pip install --no-build-isolation -e .` in the megatron-moe-opt checkout.")
 
 
+def test_a_gpu_that_pytorch_cannot_use_is_not_passed_over(script, monkeypatch, capsys):
+    """Or its ranks would train on the CPU, for as long as the job may take."""
+    monkeypatch.setattr("megatron_moe_opt.launch.A_GPU", script)
+    monkeypatch.setattr("megatron_moe_opt.launch.run_script", lambda *_: None)
+    monkeypatch.setattr("megatron_moe_opt.launch.register", lambda *_, refuse_unread: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        launch_main([str(script)])
+    assert caught.value.code == 2 and "error: this node has a GPU, and PyTorch" in capsys.readouterr().err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    launch_main([str(script)])
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
