@@ -280,7 +280,7 @@ def is_refused(configurations, monkeypatch, tmp_path):
 
 
 def _field(made: Any, name: str) -> str:
-    renamed = name == "cuda_graph_scope" and not hasattr(made, name)  # in Megatron 0.19
+    renamed = name == "cuda_graph_scope" and hasattr(made, "cuda_graph_modules")  # in Megatron 0.19
     return "cuda_graph_modules" if renamed else name
 
 
