@@ -75,7 +75,8 @@ def failures_of_saving(folder: str) -> list[str]:
 
         with largest_file(1000, on_rank=0):  # nothing fits
             failure(TrainingError)
-        with largest_file(1000, on_rank=3):  # its part does not
+        # Its part does not. Behind the head of an archive PyTorch would say where it is, in the place of why.
+        with largest_file(100, on_rank=3):
             failure(TrainingError)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint.dist_checkpointing, "save", lambda *_, **__: os.listdir("/nowhere"))
@@ -109,11 +110,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_and_is_told_o
     assert nothing_fits == f"{lost}(File too large); {before}"
     # Since 0.17 Megatron says no more of an error of a worker than its class.
     of_class = Version(megatron.core.__version__) >= Version("0.17")
-    why = ("[Errno 27] File too large", "unexpected pos")
-    if of_class:
-        why = ("<class 'OSError'>", "<class 'RuntimeError'>")
-    # Whichever of PyTorch's writers meets the limit first: of a file, or of an archive, which says where it is.
-    assert one_part.startswith(f"{lost}(") and any(one in one_part for one in why) and one_part.endswith(before)
+    why = "<class 'OSError'>" if of_class else "[Errno 27] File too large"
+    assert one_part.startswith(f"{lost}(") and why in one_part and one_part.endswith(before)
     assert one_rank == f"{lost}([Errno 2] No such file or directory: '/nowhere'); {before}"
     assert left == f"left {['iter_0000001', 'latest_checkpointed_iteration.txt']}"
     tracker = f"{tmp_path}/latest_checkpointed_iteration.txt cannot be written (Is a directory): choose another file"

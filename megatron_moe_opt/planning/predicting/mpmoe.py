@@ -73,12 +73,6 @@ class PartitionedLayer:
     holds: int = 1
     """The number of ranks whose experts this rank computes."""
 
-    def activation_bytes(self, layer: LayerOnCluster) -> int:
-        """Returns what the layer holds for its backward pass, with the experts of others that have travelled here."""
-        one = layer.workload
-        own = activation_bytes(one, one.rows, len(self.parts), self.strategy, self.own)
-        return own + (0 if self.domains is None else layer.held_bytes_of_others(self.domains))
-
     def held_more(self, layer: LayerOnCluster) -> HeldMore:
         """Returns what a GPU holds besides what it holds under stock."""
         more = held_more(layer.workload, len(self.parts), self.strategy, self.own)
@@ -178,7 +172,8 @@ class PartitionedLayer:
         predicted = layer.prediction(
             variant, schedules, alone, costs=self.costs, parts=len(self.parts), local_rows=self.own, links=links
         )
-        return replace(predicted, activation_bytes=self.activation_bytes(layer), held_more=self.held_more(layer))
+        more, own = self.held_more(layer), activation_bytes(one, one.rows, len(self.parts), self.strategy, self.own)
+        return replace(predicted, activation_bytes=own + more.of_others, held_more=more)
 
 
 def costs_of(layer: LayerOnCluster, way: str, domains: ExpertDomains | None = None) -> Callable[[Op], float]:

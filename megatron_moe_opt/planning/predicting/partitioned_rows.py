@@ -78,15 +78,11 @@ def held_more(layer: LayerWorkload, count: int, strategy: str, own_rows: int | N
         return HeldMore()
     part, row = partitions(layer, layer.rows, count)[0], row_bytes(layer)
     own = part.own * count if own_rows is None else own_rows
-    rows, kept = part.gathered * count, 0
-    if how.inputs is not Restore.KEEP:
-        kept -= rows * row.token
-    if how.inputs is Restore.COMMUNICATE:
-        kept += own * row.packed
-    if how.middle is not Restore.KEEP:
-        kept -= rows * (row.middle + row.activations)
-    buffers = min(2, count) * row.token + min(how.middle_buffers, count) * row.middle + row.activations
-    return HeldMore(kept, part.gathered * buffers)
+    sent_again = own * row.packed if how.inputs is Restore.COMMUNICATE else 0
+    kept = part.gathered * count * (row.token + row.middle + row.activations)
+    inputs, middle, activations = _buffers(count, strategy)
+    at_work = part.gathered * (inputs * row.token + middle * row.middle + activations * row.activations)
+    return HeldMore(sent_again - kept, at_work)
 
 
 def activation_bytes(layer: LayerWorkload, rows: int, count: int, strategy: str, own_rows: int | None = None) -> int:
@@ -101,7 +97,11 @@ def activation_bytes(layer: LayerWorkload, rows: int, count: int, strategy: str,
     part, row = partitions(layer, rows, count)[0], row_bytes(layer)
     part = part if own_rows is None else replace(part, own=-(-own_rows // count))
     own, gathered = part.own * count * row.token, part.gathered * row.token
-    how, two, middle, one = STRATEGIES[strategy], count, count, count
-    if how.reuses:
-        two, middle, one = min(2, count), min(how.middle_buffers, count), 1
-    return 2 * own + 2 * two * gathered + part.gathered * (middle * row.middle + one * row.activations)
+    inputs, middle, activations = _buffers(count, strategy)
+    return 2 * own + 2 * inputs * gathered + part.gathered * (middle * row.middle + activations * row.activations)
+
+
+def _buffers(count: int, strategy: str) -> tuple[int, int, int]:
+    """Returns of how many partitions T_DI (and T_DO), T_M, and what is computed again of it are there at once."""
+    how = STRATEGIES[strategy]
+    return (min(2, count), min(how.middle_buffers, count), 1) if how.reuses else (count, count, count)
