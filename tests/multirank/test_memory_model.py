@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import megatron.core
 import pytest
 import torch
@@ -9,14 +11,16 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from megatron.core.transformer.spec_utils import build_module
 from packaging.version import Version
 
-from megatron_moe_opt.planning.training.memory import layer_activations, state_memory
+from megatron_moe_opt.planning.training.memory import layer_activations, logits_memory, state_memory
 from megatron_moe_opt.planning.training.model import ModelShape, Parameters
 from megatron_moe_opt.topology.layouts import Layout
 from tests.ranks.gpt import VOCAB, gpt
 from tests.ranks.megatron import moe_config, parallel
+from tools.live_memory import device_memory
 
 WORLD = 4
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, vocabulary=VOCAB, experts=8, topk=2, ffn=96)
@@ -194,6 +198,36 @@ def _unfused(shape, layout, micro_batch, sequence, rows):
     if Version(torch.__version__) < Version("2.7"):
         terms["norms"] -= 2 * (4 - 2) * shape.hidden * micro_batch * (sequence // layout.tp)
     return terms
+
+
+def _peak_of_loss(tokens, hidden, vocabulary, dtype):
+    """The most bytes at once of the logits, their cross-entropy and its backward pass."""
+    with parallel(tp=2):
+        in_16_bits = dtype is torch.bfloat16
+        config = moe_config(bf16=in_16_bits, params_dtype=dtype, hidden_size=hidden)
+        layer = ColumnParallelLinear(
+            hidden, vocabulary, config=config, init_method=config.init_method, bias=False, gather_output=False
+        )
+        states = torch.randn(tokens // 2, 1, hidden, dtype=dtype, requires_grad=True)  # with sequence parallelism
+        labels = torch.randint(vocabulary, (tokens, 1))
+
+        def loss():
+            logits, _ = layer(states)
+            return vocab_parallel_cross_entropy(logits, labels).sum()
+
+        with device_memory(states.device) as memory:
+            loss().backward()
+        return memory.peak
+
+
+@pytest.mark.host_only(reason="memory is counted without what a GPU's matrix products take for themselves")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_are_as_large_as_they_are_counted(ranks, dtype):
+    tokens, hidden, vocabulary = 256, 8, 8192
+    shape = replace(SHAPE, vocabulary=vocabulary)
+    counted = logits_memory(shape, Layout(WORLD, tp=2), 0, 1, tokens, dtype.itemsize)
+    for peak in ranks.run(_peak_of_loss, tokens=tokens, hidden=hidden, vocabulary=vocabulary, dtype=dtype):
+        assert peak == pytest.approx(counted, rel=0.05)
 
 
 FUSED = pytest.mark.host_only(reason="a GPU's fused norm saves other bytes than the operations that it stands for")

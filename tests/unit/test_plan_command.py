@@ -20,7 +20,7 @@ from megatron_moe_opt.planning.predicting import parm
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS, MONTA_CHOICES
-from megatron_moe_opt.planning.training.memory import training_memory
+from megatron_moe_opt.planning.training.memory import logits_memory, training_memory
 from megatron_moe_opt.planning.training.step_costs import communication
 from megatron_moe_opt.planning.training.throughput import throughput
 from megatron_moe_opt.schedules.parm import JOINT
@@ -74,21 +74,48 @@ def test_what_is_printed_is_what_the_planner_says(run):
         assert (rows[one.variant][-1] == "chosen") == (one == best(found))
     # What has no partitions holds what stock does; the step is of 4 layers, each with its experts.
     parallel, of_model = Layout(16, ep=8), replace(model, layers=4)
-    assert rows[ALLTOALL][6] == f"{training_memory(of_model, parallel, 1, 2048, 4).total / 2**30:.1f}"
+    logits = logits_memory(of_model, parallel, 0, 1, 2048)
+    held = training_memory(of_model, parallel, 1, 2048, 4).total + logits
+    assert rows[ALLTOALL][6] == f"{held / 2**30:.1f}"
     besides = communication(of_model, parallel, describe(H100_IB400, layout, 4096, 14336), 2048)
     sizes = of_model, parallel, H100_IB400.device, 1, 2048, 4
     step = throughput(*sizes, stock.seconds, with_experts=True, besides=besides)
     assert rows[ALLTOALL][7:9] == [f"{step.tokens_per_second:.0f}", f"{step.mfu:.1%}"]
     # S4 keeps rows as they are sent, with 16 bytes behind each, in the place of the experts' inputs, and no middle, of
-    # three tensors; the layer that runs has a part of both.
+    # three tensors; the layer that runs has a part of both, when there are no logits.
     more = next(one for one in found if one.variant == "mpmoe:8:S4").held_more
     assert more.of_pass == 4096 * (16 - 3 * 14336 * 2) and 0 < more.at_work < -more.of_pass / 4
-    saved = -(4 * more.of_pass + more.at_work) / 2**30
+    saved = -(4 * more.of_pass + max(more.at_work - logits, 0)) / 2**30
     assert float(rows[ALLTOALL][6]) - float(rows["mpmoe:8:S4"][6]) == pytest.approx(saved, abs=0.11)
     assert rows["mpmoe:8:hops"][6] == rows["monta:O1"][6] == rows[ALLTOALL][6]  # which save the same for backward
     others = next(one for one in found if one.variant == "expert-migration:2")
     held = 4 * (others.activation_bytes - stock.activation_bytes) / 2**30  # once, however many micro-batches there are
     assert float(rows["expert-migration:2"][6]) - float(rows[ALLTOALL][6]) == pytest.approx(held, abs=0.11)
+
+
+def test_logits_and_layers_that_run_again_are_not_held_at_once(run):
+    """Of a layer that is run again there is one at a time, before it the logits of a large vocabulary."""
+    base = "--cluster h100-ib400 --world 16 --ep 8 --micro-batches 4 --recompute full --model mixtral-8x7b,layers=4"
+    gib = []
+    for vocabulary in (32000, 320000, 640000):
+        _, output, _ = run(f"{base},vocabulary={vocabulary} --sequence 2048 --micro-batch 4")
+        gib.append(float(tables(output)[CANDIDATES][ALLTOALL][6]))
+    words = 2 * 320000 * 4096 * (2 + 4 + 12 / 16) / 2**30  # embedding and output layer, and their states
+    logits = 4 * 2048 * 320000 * 6 / 2**30
+    assert gib[2] - gib[1] == pytest.approx(words + logits, abs=0.11)
+    assert 0 < gib[1] - gib[0] - words * 288 / 320 < logits * 288 / 320  # a layer's had been more than the logits
+
+
+def test_fp32_has_its_own_memory_and_no_peak_that_is_known(run):
+    base = "--world 16 --ep 8 --micro-batches 4"
+    code, _, error = run(MIXTRAL, base, "--cluster h100-ib400 --dtype fp32")
+    assert code == 2 and "--dtype fp32: the peak of h100-ib400 is known in 16 bits alone: give that of fp32" in error
+    _, output, _ = run(MIXTRAL, base, "--cluster h100-ib400,tflops=60 --dtype fp32")
+    model, parallel = replace(KNOWN_MODELS["mixtral-8x7b"], layers=4), Layout(16, ep=8)
+    held = training_memory(model, parallel, 1, 2048, 4, element_bytes=4).total + logits_memory(
+        model, parallel, 0, 1, 2048, 4
+    )
+    assert tables(output)[CANDIDATES][ALLTOALL][6] == f"{held / 2**30:.1f}"
 
 
 def test_memory_follows_the_rows_that_experts_get(run):
@@ -237,7 +264,7 @@ def test_what_does_not_fit_is_not_advised(run, tmp_path):
     mixtral = "--cluster h100-ib400 --model mixtral-8x7b"
     _, output, _ = run(mixtral, "--world 64 --ep 1")
     assert re.fullmatch(
-        r"It does not fit: \S+ needs [0-9.]+ GiB, and 90% of a GPU's 74.5 are 67.1: leave out --tp, --pp, --ep and "
+        r"It does not fit: \S+ needs [0-9.]+ GiB, and 90% of a GPU's 80.0 are 72.0: leave out --tp, --pp, --ep and "
         r"--expert-tp to have a layout searched that fits, take more GPUs, or --recompute full",
         output.splitlines()[-1],
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.planning.training.step_costs import StepCosts
 from megatron_moe_opt.planning.training.throughput import GpuSpeed, flops_per_token, throughput
 from megatron_moe_opt.topology.layouts import Layout
 
@@ -62,6 +63,20 @@ def test_layers_add_up_to_the_step_but_for_the_logits():
     layer = 6 * 8192 * (MIXTRAL.layer_matrices() + 8192 * MIXTRAL.query_size) / 8 / 156e12 + 1e-3
     logits = 6 * 8192 * 4096 * 32000 / 8 / 156e12
     assert 32 * layer + logits == pytest.approx(found.step_seconds, rel=1e-12)
+
+
+def test_what_is_recomputed_comes_again():
+    """In full: a third of what layers compute, half of what they communicate, no logits, nothing between stages."""
+    model, parallel = replace(MIXTRAL, layers=2), Layout(16, tp=8, ep=2)
+    besides = StepCosts(blocks=1.0, between_stages=10.0)
+
+    def step(recompute):
+        return throughput(model, parallel, A800, 1, 8192, 1, 1e-3, False, besides, recompute, 4e-4).step_seconds
+
+    attention = 6 * 8192 * 8192 * MIXTRAL.query_size / 8 / 156e12
+    layer = 6 * 8192 * MIXTRAL.layer_matrices() / 8 / 156e12 + attention
+    assert step("full") - step("none") == pytest.approx(2 * (layer / 3 + 4e-4) + 0.5)
+    assert step("selective") - step("none") == pytest.approx(2 * attention / 3)
 
 
 @pytest.mark.parametrize("device", [GpuSpeed(0, 0.5), GpuSpeed(1e12, 0), GpuSpeed(1e12, 1.5)])

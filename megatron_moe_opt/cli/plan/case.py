@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_moe_opt import __version__
@@ -14,7 +14,13 @@ from megatron_moe_opt.planning.plan_file import Plan, facts_of_plan
 from megatron_moe_opt.planning.planner import best, candidates, fastest_narrowed
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction, Refusal
-from megatron_moe_opt.planning.training.memory import RECOMPUTE, layer_activations, training_memory, under_way
+from megatron_moe_opt.planning.training.memory import (
+    RECOMPUTE,
+    layer_activations,
+    logits_memory,
+    training_memory,
+    under_way,
+)
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.step_costs import StepCosts, communication
 from megatron_moe_opt.planning.training.throughput import Throughput, throughput
@@ -23,10 +29,30 @@ from megatron_moe_opt.topology.expansion import Expansion, choose
 
 GIB = 2**30
 FITS = 0.9
-"""The part of a GPU's memory that may be planned with: logits, workspaces and buffers of NCCL are not counted."""
+"""The part of a GPU's memory that may be planned with: workspaces and buffers of NCCL are not counted."""
 
 Predict = Callable[[LayerWorkload, Cluster, int | None], tuple[tuple[Prediction, ...], tuple[Refusal, ...]]]
 """A function that predicts candidates, with the signature of planner.candidates."""
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What a GPU of a pipeline stage holds under stock, in bytes."""
+
+    held: float
+    """All but what there is for a moment."""
+    passes: int
+    """How often it holds what a MoE layer keeps of a pass."""
+    moe_layers: int
+    again: int
+    """What a layer keeps while it runs again, one at a time; 0: none does."""
+    logits: int
+    """Logits, when no layer is at work."""
+
+    def most(self, more: HeldMore) -> float:
+        """Returns the most that it holds at once, where each MoE layer holds so much more."""
+        at_work = self.again + (self.moe_layers > 0) * (more.at_work + (self.again > 0) * more.of_pass)
+        return self.held + self.passes * more.of_pass + self.moe_layers * more.of_others + max(self.logits, at_work)
 
 
 @dataclass(frozen=True)
@@ -110,30 +136,29 @@ class Case:
         return self._memory(one.held_more)
 
     def _memory(self, more: HeldMore) -> float:
-        return max(
-            of_stock + passes * more.of_pass + (layers > 0) * more.at_work + layers * more.of_others
-            for of_stock, passes, layers in self._stages
-        )
+        return max(one.most(more) for one in self._stages)
 
     @cached_property
-    def _stages(self) -> list[tuple[float, int, int]]:
-        """Bytes of a GPU of each telling stage under stock, how often it holds what a MoE layer keeps of a pass, and
-        its MoE layers. Where all layers are run again, one at a time keeps it.
-        """
+    def _stages(self) -> list[_Stage]:
+        """Returns what a GPU of each telling stage holds."""
         settings, model, layout = self.settings, self.model, self.site.layout
-        rows = self.workload.rows * layout.expert_tp
+        batch, element_bytes = (settings.micro_batch, self.sequence), settings.element_bytes
+        rows, runs_again = self.workload.rows * layout.expert_tp, settings.recompute == RECOMPUTE[-1]
         found = []
         for stage in model.telling_stages(layout):
-            of_stock = training_memory(
-                model, layout, settings.micro_batch, self.sequence, settings.micro_batches, stage, settings.recompute,
-                rows=rows,
+            held = training_memory(
+                model, layout, *batch, settings.micro_batches, stage, settings.recompute, rows, element_bytes
             ).total  # fmt: skip
-            layers = model.moe_layers(layout, stage)
-            if settings.recompute == RECOMPUTE[-1]:
-                again = layer_activations(model, layout, settings.micro_batch, self.sequence, rows=rows, moe=layers > 0)
-                found.append((of_stock + sum(again.values()), min(layers, 1), layers))
+            moe_layers, passes, again = model.moe_layers(layout, stage), 0, 0
+            if runs_again:
+                of_layer = layer_activations(
+                    model, layout, *batch, rows=rows, moe=moe_layers > 0, element_bytes=element_bytes
+                )
+                again = sum(of_layer.values())
             else:
-                found.append((of_stock, layers * under_way(layout, stage, settings.micro_batches), layers))
+                passes = moe_layers * under_way(layout, stage, settings.micro_batches)
+            logits = logits_memory(model, layout, stage, *batch, element_bytes)
+            found.append(_Stage(held, passes, moe_layers, again, logits))
         return found
 
     def fits(self, one: Prediction) -> bool:
@@ -150,29 +175,14 @@ class Case:
         if site.device is None:
             return None
         sizes = model, site.layout, site.device, settings.micro_batch, self.sequence, settings.micro_batches
-        besides = self._besides
-        if settings.recompute == RECOMPUTE[-1]:
-            again = self._run_again(one)
-            besides = replace(besides, micro_batch=besides.micro_batch + again)
-        return throughput(*sizes, one.seconds, with_experts=True, besides=besides)
+        again = (one.seconds - one.exposed) / 3 + one.exposed / 2
+        return throughput(*sizes, one.seconds, True, self._besides, settings.recompute, again)
 
     @cached_property
     def _besides(self) -> StepCosts:
         settings, layout = self.settings, self.site.layout
         tokens = settings.micro_batch * self.sequence // layout.cp
         return communication(self.model, layout, self.site.cluster, tokens, settings.element_bytes)
-
-    def _run_again(self, one: Prediction) -> float:
-        """Returns the seconds that a micro-batch takes longer where all layers of a stage run forward again: a third of
-        what computes, and half of what communicates.
-        """
-        settings, model, layout = self.settings, self.model, self.site.layout
-        alone = throughput(
-            model, layout, self.site.device, settings.micro_batch, self.sequence, 1, 0.0, with_experts=True
-        )
-        computes = alone.step_seconds / layout.pp  # of one stage, without the experts
-        of_layers = model.most_moe_layers(layout) * ((one.seconds - one.exposed) / 3 + one.exposed / 2)
-        return computes / 3 + of_layers + self._besides.micro_batch / 2
 
     def plan(self) -> Plan:
         """Returns the plan that runs the chosen candidate in all MoE layers, the others as runners-up."""

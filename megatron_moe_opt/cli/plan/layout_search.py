@@ -17,7 +17,13 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS
 from megatron_moe_opt.planning.planner import bound_and_stock, candidates
 from megatron_moe_opt.planning.training.arrangements import Arrangement, arrangements
-from megatron_moe_opt.planning.training.memory import RECOMPUTE, layer_activations, training_memory, under_way
+from megatron_moe_opt.planning.training.memory import (
+    RECOMPUTE,
+    layer_activations,
+    logits_memory,
+    training_memory,
+    under_way,
+)
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.topology.layouts import Layout
 
@@ -106,7 +112,7 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
             f"--global-batch {global_batch}: no layout of {world} GPUs cuts these sequences and the model into "
             "equal parts: choose a multiple of the GPUs"
         )
-    least = {one: _least_memory(model, one, sequence) for one in of_step}
+    least = {one: _least_memory(model, one, sequence, settings.element_bytes) for one in of_step}
     small = [one for one in of_step if least[one] <= FITS * known.memory]
     if not small:
         raise ConfigurationError(
@@ -201,17 +207,20 @@ def _seconds_for(bound: Case, least: float) -> float:
     return too_many
 
 
-def _least_memory(model: ModelShape, one: Arrangement, sequence: int) -> float:
+def _least_memory(model: ModelShape, one: Arrangement, sequence: int, element_bytes: int) -> float:
     """Returns bytes that a GPU of the pipeline stage that holds most has even where its experts save nothing."""
-    layout = one.layout
-    terms = layer_activations(model, layout, one.micro_batch, sequence)
+    layout, batch = one.layout, (one.micro_batch, sequence)
+    terms = layer_activations(model, layout, *batch, element_bytes=element_bytes)
     of_experts = sum(size for name, size in terms.items() if name.startswith("expert"))
     if one.recompute == RECOMPUTE[-1]:
         of_experts = 0
 
     def held(stage: int) -> float:
-        memory = training_memory(model, layout, one.micro_batch, sequence, one.micro_batches, stage, one.recompute)
-        return memory.total - of_experts * model.moe_layers(layout, stage) * under_way(layout, stage, one.micro_batches)
+        memory = training_memory(
+            model, layout, *batch, one.micro_batches, stage, one.recompute, element_bytes=element_bytes
+        )
+        saved = of_experts * model.moe_layers(layout, stage) * under_way(layout, stage, one.micro_batches)
+        return memory.total - saved + logits_memory(model, layout, stage, *batch, element_bytes)
 
     return max(map(held, model.telling_stages(layout)))
 

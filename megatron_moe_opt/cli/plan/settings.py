@@ -58,12 +58,17 @@ class PlanSettings:
     activation_budget: int | None
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError for numbers of a cluster that are none."""
+        """Raises ConfigurationError for numbers of a cluster that are none, or a dtype whose speed is not known."""
         for name, value in self.cluster_numbers.items():
             most = 1.0 if name == "efficiency" else math.inf
             if name != "op_us" and not 0 < value <= most:
                 limit = ", and at most 1" if name == "efficiency" else ""
                 raise ConfigurationError(f"--cluster: {name} {value:g} is not above 0{limit}")
+        if self.dtype == "fp32" and self.cluster in KNOWN_CLUSTERS and "tflops" not in self.cluster_numbers:
+            raise ConfigurationError(
+                f"--dtype fp32: the peak of {self.cluster} is known in 16 bits alone: give that of fp32, as in "
+                f"--cluster {self.cluster},tflops=60"
+            )
 
     @property
     def element_bytes(self) -> int:

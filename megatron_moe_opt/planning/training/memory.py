@@ -23,6 +23,11 @@ class BytesPerParameter:
     gradient: int = FP32
     optimizer: int = 3 * FP32
 
+    @classmethod
+    def of(cls, element_bytes: int) -> BytesPerParameter:
+        """Returns those of Megatron's training in a type of so many bytes: in fp32 the weights are their own master."""
+        return cls() if element_bytes == BF16 else cls(element_bytes, FP32, 2 * FP32)
+
 
 @dataclass(frozen=True)
 class StageMemory:
@@ -81,10 +86,11 @@ def layer_activations(
     rows: int | None = None,
     moe: bool = True,
     fused: bool = True,
+    element_bytes: int = BF16,
 ) -> dict[str, int]:
     """Returns the bytes that one layer keeps for its backward, by what they hold.
 
-    For bf16 with sequence parallelism, no dropout, no biases, dropless routing.
+    With sequence parallelism, no dropout, no biases, dropless routing.
 
     Args:
         micro_batch: sequences.
@@ -94,6 +100,7 @@ def layer_activations(
         moe: a layer with experts; False: one of the leading layers with a plain MLP.
         fused: kernels that keep nothing between: flash attention, and norms and gated activations that keep their
             input. False: Megatron-Core's own PyTorch layers.
+        element_bytes: of a token's element.
     """
     tokens = micro_batch * sequence // layout.cp
     own = tokens // layout.tp  # with sequence parallelism
@@ -101,30 +108,31 @@ def layer_activations(
         rows = model.topk * layout.expert_tp * own
     query, key, heads = (size // layout.tp for size in (model.query_size, model.key_size, model.heads))
     terms = {
-        "norms": 2 * own * (BF16 * model.hidden + FP32),
-        "qkv input": BF16 * own * model.hidden,
-        "attention input": BF16 * tokens * (query + 2 * key),
+        "norms": 2 * own * (element_bytes * model.hidden + FP32),
+        "qkv input": element_bytes * own * model.hidden,
+        "attention input": element_bytes * tokens * (query + 2 * key),
         "attention": FP32 * tokens * heads,  # log-sum-exp of every row
-        "projection input": BF16 * tokens * query,
-        "mlp input": BF16 * own * model.hidden,
+        "projection input": element_bytes * tokens * query,
+        "mlp input": element_bytes * own * model.hidden,
     }
     if not fused:
         terms |= {
             "norms": 2 * own * (2 * FP32 * model.hidden + FP32),  # computed in fp32; input and normalized input
             # Queries and keys after the rotation. Values are a part of one tensor with queries and keys, unless they
             # are repeated for every query head; so are the keys.
-            "attention input": BF16 * tokens * query * (5 if key == query else 3),
-            "attention": (FP32 + BF16) * tokens * heads * sequence,  # softmax, and its copy in bf16
+            "attention input": element_bytes * tokens * query * (5 if key == query else 3),
+            # Softmax, and its copy in a narrower type.
+            "attention": (FP32 + element_bytes % FP32) * tokens * heads * sequence,
         }
     plain = model.shared_ffn if moe else model.dense_ffn
     if plain:
-        terms["mlp middle"] = BF16 * tokens * (plain // layout.tp) * _middle_width(model.gated, fused)
+        terms["mlp middle"] = element_bytes * tokens * (plain // layout.tp) * _middle_width(model.gated, fused)
     if moe:
         # Choices with their sorted indices and probabilities; the routing map, and probabilities in its shape.
-        terms["router"] = own * (model.topk * (2 * INT64 + FP32) + model.experts * (1 + BF16))
-        terms["expert input"] = BF16 * rows * model.hidden
+        terms["router"] = own * (model.topk * (2 * INT64 + FP32) + model.experts * (1 + element_bytes))
+        terms["expert input"] = element_bytes * rows * model.hidden
         width = expert_middle_width(model.gated, fused)
-        terms["expert middle"] = BF16 * rows * (model.ffn // layout.expert_tp * width + 1)
+        terms["expert middle"] = element_bytes * rows * (model.ffn // layout.expert_tp * width + 1)
     return terms
 
 
@@ -155,6 +163,19 @@ def _middle_width(gated: bool, fused: bool) -> int:
 RECOMPUTE = ("none", "selective", "full")
 
 
+def logits_memory(
+    model: ModelShape, layout: Layout, stage: int, micro_batch: int, sequence: int, element_bytes: int = BF16
+) -> int:
+    """Returns the bytes of logits that a rank holds at most, between a micro-batch's forward and backward pass: their
+    softmax in fp32, and, where tokens are narrower, logits or gradients in the tokens' type. None but on the last
+    pipeline stage.
+    """
+    if stage != layout.pp - 1:
+        return 0
+    tokens = micro_batch * sequence // layout.cp
+    return (FP32 + element_bytes % FP32) * tokens * (model.vocabulary // layout.tp)
+
+
 def under_way(layout: Layout, stage: int, micro_batches: int) -> int:
     """Returns how many of a step's micro-batches a pipeline stage holds the activations of at once (1F1B)."""
     return min(layout.pp - stage, micro_batches)
@@ -168,8 +189,8 @@ def training_memory(
     micro_batches: int,
     stage: int = 0,
     recompute: str = "none",
-    each: BytesPerParameter | None = None,
     rows: int | None = None,
+    element_bytes: int = BF16,
 ) -> StageMemory:
     """Returns all of a rank's memory for its layers and words (eq. 1), without embedding output, logits and workspace.
 
@@ -178,8 +199,8 @@ def training_memory(
     Args:
         micro_batches: of one step.
         recompute: "none"; "selective", of the attention's middle; "full", of every layer from its input.
-        each: see state_memory.
         rows: of a micro-batch at the experts of a rank; None: all choices of its tokens, spread evenly.
+        element_bytes: of an element of tokens and weights.
 
     Raises:
         ConfigurationError: see ModelShape.parameters.
@@ -187,14 +208,14 @@ def training_memory(
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute {recompute} is not one of {', '.join(RECOMPUTE)}")
-    states = state_memory(model, layout, stage, each=each)
+    states = state_memory(model, layout, stage, each=BytesPerParameter.of(element_bytes))
     moe_layers = model.moe_layers(layout, stage)
     activations = 0
     for moe, layers in ((True, moe_layers), (False, len(model.of_stage(layout, stage)) - moe_layers)):
-        terms = layer_activations(model, layout, micro_batch, sequence, rows=rows, moe=moe)
+        terms = layer_activations(model, layout, micro_batch, sequence, rows=rows, moe=moe, element_bytes=element_bytes)
         if recompute == "selective":
             del terms["attention"]
         if recompute == "full":
-            terms = {"layer input": BF16 * micro_batch * sequence // layout.cp // layout.tp * model.hidden}
+            terms = {"layer input": element_bytes * micro_batch * sequence // layout.cp // layout.tp * model.hidden}
         activations += layers * sum(terms.values())
     return replace(states, activations=float(activations * under_way(layout, stage, micro_batches)))

@@ -18,8 +18,10 @@ STAGES = "neighbouring stages"
 class StepCosts:
     """Seconds of a step that throughput() adds to those of computing and of MoE layers."""
 
-    micro_batch: float = 0.0
-    """Seconds of each micro-batch on the pipeline stage with most of them."""
+    blocks: float = 0.0
+    """Seconds of each micro-batch around attention and MLPs, on the pipeline stage with most of them."""
+    between_stages: float = 0.0
+    """Seconds of each micro-batch between two pipeline stages."""
     gradients: float = 0.0
     """Seconds of reducing gradients and gathering parameters, once a step, beside the last micro-batch."""
 
@@ -62,4 +64,4 @@ def communication(
     # Two neighbours that gather send half of what they have together.
     between_stages = 2 * seconds(Kind.ALL_GATHER, STAGES, 2 * of_tokens / layout.tp)
     of_blocks = 2 * max(map(blocks, stages)) * both("tp", of_tokens, of_tokens)
-    return StepCosts(of_blocks + between_stages, max(map(gradients, stages)))
+    return StepCosts(of_blocks, between_stages, max(map(gradients, stages)))

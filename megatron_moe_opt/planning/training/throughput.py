@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_moe_opt.planning.training.memory import RECOMPUTE
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.step_costs import StepCosts
 from megatron_moe_opt.topology.layouts import Layout
@@ -50,6 +51,8 @@ def throughput(
     exchange_seconds: float,
     with_experts: bool = False,
     besides: StepCosts | None = None,
+    recompute: str = RECOMPUTE[0],
+    exchange_again: float = 0.0,
 ) -> Throughput:
     """Returns the time of a step in which every GPU computes its share and waits for its exchanges.
 
@@ -64,6 +67,9 @@ def throughput(
             `Choice.seconds`.
         with_experts: these seconds contain the computation of the experts, as those of a pipeline that runs them do.
         besides: what a step takes besides; None: nothing, or it is in the device's efficiency.
+        recompute: a value of memory.RECOMPUTE. "full": a third of what layers compute, half of what they communicate
+            and `exchange_again` come again; "selective": the forward pass of attention's products.
+        exchange_again: seconds of what runs again of `exchange_seconds`, where layers are recomputed in full.
 
     Raises:
         ValueError: a peak or efficiency that is out of range.
@@ -74,17 +80,27 @@ def throughput(
     flops = tokens * flops_per_token(model, sequence) / (layout.tp * layout.cp * layout.pp)  # of one GPU, in the mean
     besides = besides or StepCosts()
 
+    is_again, attends_again = (recompute == which for which in (RECOMPUTE[-1], RECOMPUTE[1]))
+
     def seconds(stage: int) -> float:
         layers, moe_layers = len(model.of_stage(layout, stage)), model.moe_layers(layout, stage)
-        matrices = moe_layers * model.layer_matrices() + (layers - moe_layers) * model.layer_matrices(moe=False)
-        if stage == layout.pp - 1:
-            matrices += model.hidden * model.vocabulary
+        attention = layers * sequence * model.query_size
+        products = moe_layers * model.layer_matrices() + (layers - moe_layers) * model.layer_matrices(moe=False)
         if with_experts:
-            matrices -= moe_layers * model.expert_matrices
-        computed = 6.0 * tokens * (matrices + layers * sequence * model.query_size) / (layout.tp * layout.cp)
-        return computed / (device.peak_flops * device.efficiency) + moe_layers * exchange_seconds
+            products -= moe_layers * model.expert_matrices
+        products += attention
+        if is_again:
+            products += products / 3
+        elif attends_again:
+            products += attention / 3
+        if stage == layout.pp - 1:
+            products += model.hidden * model.vocabulary
+        computed = 6.0 * tokens * products / (layout.tp * layout.cp)
+        exchanged = moe_layers * (exchange_seconds + is_again * exchange_again)
+        return computed / (device.peak_flops * device.efficiency) + exchanged
 
-    one = max(map(seconds, model.telling_stages(layout))) + besides.micro_batch
+    one = max(map(seconds, model.telling_stages(layout)))
+    one += besides.blocks * (1.5 if is_again else 1) + besides.between_stages
     step = one * (micro_batches + layout.pp - 1) + max(0.0, besides.gradients - one)
     tokens_of_step = tokens * micro_batches * layout.dp
     return Throughput(
