@@ -34,6 +34,9 @@ case "$*" in
     *) echo "$@" >>"$STUBS/scontrol" ;;
 esac
 """
+SQUEUE = """#!/bin/bash
+[[ "${@: -1}" != "${RUNNING:-}" ]] || echo "$RUNNING"
+"""
 SBATCH = """#!/bin/bash
 printf '%s\\n' "$@" >"$STUBS/sbatch"
 """
@@ -54,7 +57,8 @@ class Cluster:
         self.notes, self.checkpoints, commands = folder / "notes", folder / "checkpoints", folder / "bin"
         for made in (self.notes, self.checkpoints, commands):
             made.mkdir()
-        for name, script in (("srun", SRUN), ("scontrol", SCONTROL), ("sbatch", SBATCH), ("python", PYTHON)):
+        stubs = {"srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE, "sbatch": SBATCH, "python": PYTHON}
+        for name, script in stubs.items():
             (commands / name).write_text(script)
             (commands / name).chmod(0o755)
         for file in ("pretrain_gpt.py", "words.bin", "words.idx"):
@@ -285,6 +289,15 @@ def test_ends_where_training_is_done(cluster):
     result = cluster.job("--train-iters", "2000")
     assert result.returncode == 0 and "nothing is left to do" in result.stdout
     assert cluster.note("arguments") == []
+
+
+def test_two_jobs_do_not_train_into_one_folder(cluster):
+    (cluster.checkpoints / "slurm_job").write_text("4100\n")
+    result = cluster.job(RUNNING="4100", SAVES="500000")
+    assert result.returncode == 2 and "CHECKPOINTS: job 4100 trains into" in result.stderr
+    assert cluster.note("srun") == []
+    assert cluster.job(SAVES="1400").returncode == 0  # the other has ended
+    assert cluster.job(RUNNING="4207", SAVES="500000").returncode == 0  # it queued again
 
 
 def test_a_tracker_that_names_no_iteration_counts_as_none(cluster):
