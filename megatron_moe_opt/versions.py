@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_moe_opt import __version__
 
-OLDEST_MEGATRON, NEWEST_MEGATRON = (0, 16), (0, 19)
+OLDEST_MEGATRON, NEWEST_MEGATRON = (0, 16), (0, 20)
 SUPPORTED_MEGATRON = f"0.{OLDEST_MEGATRON[1]} to 0.{NEWEST_MEGATRON[1]}"
 
 

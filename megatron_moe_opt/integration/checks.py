@@ -86,6 +86,15 @@ def check_arguments(arguments: Any, options: Options, refuses_unread: bool) -> N
                 )
 
 
+def check_is_called(layer_class: type, name: str) -> None:
+    """Refuses a class of MoE layer that is not run by calling it, which is where a dispatcher of ours begins."""
+    if hasattr(layer_class, "forward_with_separate_inputs"):  # Megatron-Bridge's of Gemma 4
+        raise ConfigurationError(
+            f"{FLAG} {name} begins where a MoE layer is called, and a {layer_class.__name__} is run by "
+            "forward_with_separate_inputs: use alltoall"
+        )
+
+
 def check_division(experts: int | None, ep: int) -> None:
     """Refuses experts that cannot be shared out, before Megatron's own checks do it with a traceback."""
     if experts and experts % ep:
@@ -150,9 +159,9 @@ def check_config(config: Any, name: str, options: Options, is_of_run: bool = Tru
         raise ConfigurationError(f"{FLAG} {name} needs a mixture of experts: set --num-experts")
     if options.expert_order is not None:
         check_expert_order(config, options.expert_order)
-    if name == AUTO:
-        _check_auto(config, options)
     system, arguments = system_of(name), training_arguments() if is_of_run else None
+    if name == AUTO:
+        _check_auto(config, options, arguments)
     if system is not None:
         _check_system(system, config, options, arguments)
     check_never_unread(name, options)
@@ -176,6 +185,11 @@ def check_config(config: Any, name: str, options: Options, is_of_run: bool = Tru
         )
     if options.telemetry:
         check_telemetry(config)
+    if config.batch_invariant_mode:
+        raise ConfigurationError(
+            f"--batch-invariant-mode adds up a token's experts in the order of inference, and {FLAG} {name} in one of "
+            "its own: drop it, or use alltoall"
+        )
     if config.transformer_impl == "inference_optimized":
         raise ConfigurationError(
             f"--transformer-impl inference_optimized brings its own dispatchers and does not work with {FLAG} {name}: "
@@ -346,8 +360,12 @@ def _check_wire(config: Any, wire: Wire) -> None:
         )
 
 
-def _check_auto(config: Any, options: Options) -> None:
+def _check_auto(config: Any, options: Options, arguments: Any) -> None:
     """Refuses an `auto` with nothing or too much to plan by, and what cannot change between steps."""
+    if (frozen := given_flag(arguments, "--freeze-all-layers")) is not None:
+        raise ConfigurationError(
+            f"{frozen} leaves nothing to train, and {FLAG} {AUTO} chooses by steps that train: name a dispatcher"
+        )
     if config.deterministic_mode:
         raise ConfigurationError(
             f"--deterministic-mode has equal runs end alike, and {FLAG} {AUTO} chooses by measured times: name a "

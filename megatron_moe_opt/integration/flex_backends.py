@@ -11,13 +11,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe_opt.errors import ConfigurationError, kind_and_reason
 
-DEEPEP = "deepep"
+DEEPEP, NCCL_EP = "deepep", "ncclep"
 DEFAULT = DEEPEP
 _NEEDS = {
     DEEPEP: ("deep_ep", "Buffer", "DeepEP"),
     "hybridep": ("deep_ep", "HybridEPBuffer", "HybridEP, the hybrid-ep branch of DeepEP"),
+    NCCL_EP: ("transformer_engine.pytorch.ep", "ep_bootstrap", "Transformer Engine's NCCL-EP"),
 }
-_NCCL_EP = ("nccl_ep", "NCCLLibrary", "NCCL-EP")
 
 
 def flex_backends() -> tuple[str, ...]:
@@ -27,7 +27,7 @@ def flex_backends() -> tuple[str, ...]:
 
 def missing_for_flex(backend: str) -> str | None:
     """Returns what keeps `flex` with this back end from running here, as the end of a sentence; None: nothing does."""
-    module, name, package = _NEEDS.get(backend, _NCCL_EP)
+    module, name, package = _NEEDS[backend]
     if not torch.cuda.is_available():
         return f"{package} runs on GPUs alone, and PyTorch finds none"
     broken = broken_for_flex(backend)
@@ -42,11 +42,11 @@ def broken_for_flex(backend: str) -> str | None:
 
     A library that it was built with is gone, or there in another version: what is raised then is anything.
     """
-    module, _, package = _NEEDS.get(backend, _NCCL_EP)
+    module, _, package = _NEEDS[backend]
     try:
         importlib.import_module(module)
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == module:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             return None
         return f"{package} is installed, but importing {module} fails with {kind_and_reason(error)}"
     return None

@@ -87,6 +87,7 @@ def _call(callbacks: list[Callable[[], None]]) -> None:
 
 
 def _add(callbacks: list[Callable[[], None]], callback: Callable[[], None]) -> None:
+    from megatron.core import optimizer as optimizers
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import (
         ChainedOptimizer,
@@ -99,7 +100,10 @@ def _add(callbacks: list[Callable[[], None]], callback: Callable[[], None]) -> N
         callbacks.append(callback)
     for optimizer in (ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer):
         _follow(optimizer, "step", lambda one, result: step_ended(bool(result[0]), one))  # (updated, norm, zeros)
-    for optimizer in (ChainedOptimizer, FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer):
+    clearing = [ChainedOptimizer, FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer]
+    if hasattr(optimizers, "FullyShardedOptimizer"):  # from 0.20 on
+        clearing.append(optimizers.FullyShardedOptimizer)
+    for optimizer in clearing:
         _follow(optimizer, "zero_grad", lambda *_: gradients_cleared())
 
 

@@ -22,10 +22,12 @@ from torch.distributed import ProcessGroup
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.auto.auto_layer import controller_aside, controller_of, new_controller, plan_layer
+from megatron_moe_opt.integration.bridge import plug_into_bridge
 from megatron_moe_opt.integration.checks import (
     check_arguments,
     check_config,
     check_division,
+    check_is_called,
     check_name,
     check_never_unread,
     check_options_are_read,
@@ -106,6 +108,7 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
     prioritize_expert_groups()
     follow_megatrons_timeouts()
     report_with_training_log()
+    plug_into_bridge(reading_as_alltoall)
     before_validation(lambda arguments: check_arguments(arguments, _options, _refuses_unread))
 
 
@@ -167,13 +170,14 @@ def without_model() -> Iterator[None]:
 @contextmanager
 def reading_as_alltoall(config: Any) -> Iterator[str]:
     """Lets `config` say `alltoall` inside the block where it names a dispatcher of ours; yields the real name."""
-    name = getattr(config, FIELD)
+    name = getattr(config, FIELD, None)  # Megatron-Bridge has models without one
     if name in dispatcher_names():
         setattr(config, FIELD, "alltoall")
     try:
         yield name
     finally:
-        setattr(config, FIELD, name)
+        if name in dispatcher_names():
+            setattr(config, FIELD, name)
 
 
 def _check_version() -> None:
@@ -269,6 +273,7 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if (name := getattr(config, FIELD)) in dispatcher_names():
             _check_again(config, name)
+            check_is_called(type(self), name)
         with reading_as_alltoall(config):
             replicated = name in dispatcher_names() and holds_replicated_tokens(config)
             with reading_as_sequence_parallel(config) if replicated else nullcontext():

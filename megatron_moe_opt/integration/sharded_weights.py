@@ -7,7 +7,7 @@ is known of one is that a model is given to it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,13 +16,16 @@ import torch
 from megatron_moe_opt.integration.patching import when_imported
 
 WRAPPERS = {
-    "use_megatron_fsdp": ("megatron.core.distributed.fsdp.mcore_fsdp_adapter", "FullyShardedDataParallel"),
+    "use_megatron_fsdp": (
+        "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+        ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2", "FullyShardedDataParallel"),
+    ),
     "use_torch_fsdp2": (
         "megatron.core.distributed.torch_fully_sharded_data_parallel",
-        "TorchFullyShardedDataParallel",
+        ("TorchFullyShardedDataParallel",),
     ),
 }
-"""The flag of Megatron-LM's for each, its module and its class."""
+"""The flag of Megatron-LM's for each, its module, and the names of its classes in one version or another."""
 
 
 def shards_weights(config: Any, arguments: Any) -> str | None:
@@ -41,17 +44,20 @@ def note_wrappers(check: Callable[[Any], None]) -> None:
     """Notes in the configurations of a model which wrapper it is given to, and has `check` look at those before the
     wrapper begins.
     """
-    for flag, (module_name, class_name) in WRAPPERS.items():
-        when_imported(module_name, functools.partial(_wrap, flag=flag, class_name=class_name, check=check))
+    for flag, (module_name, class_names) in WRAPPERS.items():
+        when_imported(module_name, functools.partial(_wrap_all, flag=flag, class_names=class_names, check=check))
 
 
-def _wrap(module: ModuleType, flag: str, class_name: str, check: Callable[[Any], None]) -> None:
+def _wrap_all(module: ModuleType, flag: str, class_names: Sequence[str], check: Callable[[Any], None]) -> None:
+    for name in class_names:
+        if isinstance(wrapper := getattr(module, name, None), type):  # from 0.20 on a function makes one of two
+            _wrap(wrapper, flag, check)
+
+
+def _wrap(wrapper: type, flag: str, check: Callable[[Any], None]) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    wrapper = getattr(module, class_name, None)
-    stock_init = getattr(wrapper, "__init__", None)
-    if stock_init is None:
-        return
+    stock_init = wrapper.__init__
 
     @functools.wraps(stock_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

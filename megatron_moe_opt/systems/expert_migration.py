@@ -207,7 +207,9 @@ def check_travelling(config: Any, options: MigrationOptions, sizes: str) -> None
                 f"{kept} --calculate-per-token-loss divides each step's by its own number of tokens: drop one of them"
             )
     travels = f"{PREFIX}domain-sizes {sizes} has experts travel, and"
-    flag = quantization(config) or given_flag(config, "--delay-wgrad-compute", "--use-transformer-engine-op-fuser")
+    flag = quantization(config) or given_flag(
+        config, "--delay-wgrad-compute", "--use-transformer-engine-op-fuser", "--moe-use-grouped-tensor"
+    )
     if flag is not None:
         raise ConfigurationError(
             f"{travels} {flag} keeps state of weights in the module that they leave: drop it, or take domain size 1"

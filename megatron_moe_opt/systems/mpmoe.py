@@ -196,10 +196,11 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
     flag = f"{PREFIX}memory-reuse {reuse}"
     if (recipe := quantization(config)) is not None:
         raise ConfigurationError(f"{flag} does not know what experts in {recipe} save: use {PREFIX}memory-reuse {NONE}")
-    if _offloads_middle(options) and (fuser := given_flag(config, "--use-transformer-engine-op-fuser")) is not None:
+    of_products = given_flag(config, "--use-transformer-engine-op-fuser", "--moe-use-grouped-tensor")
+    if _offloads_middle(options) and of_products is not None:
         raise ConfigurationError(
-            f"{flag} may offload what an expert's first matrix product makes, which {fuser} fuses with what follows: "
-            f"give {PREFIX}memory-reuse S3 or S4, or drop the latter"
+            f"{flag} may offload what an expert's first matrix product makes, which {of_products} fuses with what "
+            f"follows, or pads: give {PREFIX}memory-reuse S3 or S4, or drop the latter"
         )
     if offloads:
         raise ConfigurationError(

@@ -189,10 +189,7 @@ class Sandwich(TransformerLayer):
     """A layer that norms once more after its experts."""
 
     def _forward_post_mlp(self, mlp_output_with_bias: Any, residual: torch.Tensor) -> torch.Tensor:
-        output, bias = mlp_output_with_bias
-        return super()._forward_post_mlp((output / output.norm(), bias), residual)
-
-    _apply_mlp_bda_step = _forward_post_mlp
+        raise AssertionError("never run: the model is refused")
 
 
 class Scaled(MoELayer):

@@ -303,6 +303,7 @@ def test_megatrons_own_are_tried_without_a_prediction(planned, monkeypatch):
     monkeypatch.setattr("megatron_moe_opt.integration.flex_backends.missing_for_flex", lambda backend: None)
     (found,) = planned("monta:O2x2")._make_plan(FirstStep(((SEEN,),)))
     assert found.beside[:2] == ("allgather", "flex:deepep")
+    assert "flex:ncclep" not in found.beside
 
 
 def test_a_back_end_of_flex_that_does_not_import_is_left_out_with_the_reason(planned, monkeypatch, tmp_path):
@@ -319,6 +320,7 @@ def test_a_back_end_of_flex_that_does_not_import_is_left_out_with_the_reason(pla
     assert found.beside == ("allgather",) and refused["flex:deepep"].startswith(reason)
     (tmp_path / "deep_ep.py").unlink()
     assert flex_backends.missing_for_flex("deepep") == "DeepEP is not installed"
+    assert flex_backends.missing_for_flex("ncclep") == "Transformer Engine's NCCL-EP is not installed"
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def test_this_environment_can_train():
 
 @pytest.mark.parametrize(
     ("version", "supported"),
-    [("0.15.3", False), ("0.16.0rc1", True), ("0.19.7", True), ("0.20.0", False), ("1.0", False)],
+    [("0.15.3", False), ("0.16.0rc1", True), ("0.20.0", True), ("0.21.0", False), ("1.0", False)],
 )
 def test_megatron_version(megatron_version, version, supported):
     megatron_version(version)
@@ -50,14 +50,14 @@ def test_megatron_version(megatron_version, version, supported):
     if supported:
         assert (finding.found, finding.mend) == (f"{version} (supported)", "")
     else:
-        assert finding.found == f"{version} (not supported: 0.16 to 0.19 are)"
-        assert finding.mend == "pip install 'megatron-core>=0.16,<0.20'"
+        assert finding.found == f"{version} (not supported: 0.16 to 0.20 are)"
+        assert finding.mend == "pip install 'megatron-core>=0.16,<0.21'"
         assert _doctor()[0] == 1
 
 
 def test_megatron_absent(megatron_version):
     megatron_version(None)
-    assert _finding("megatron-core").mend == "pip install 'megatron-core>=0.16,<0.20'"
+    assert _finding("megatron-core").mend == "pip install 'megatron-core>=0.16,<0.21'"
     code, text = _doctor()
     assert code == 1 and "Training cannot run yet: mend megatron-core." in text
 

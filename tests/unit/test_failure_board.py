@@ -28,8 +28,8 @@ from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.observed.layer_place import Place, passing
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
-rank, fault = int(os.environ["RANK"]), sys.argv[1]
-dist.init_process_group("gloo")
+rank, fault = int(os.environ.get("RANK", os.environ["SLURM_PROCID"])), sys.argv[1]
+dist.init_process_group("gloo", rank=rank, world_size=3)
 failure_board.start()
 dist.barrier()
 with passing(Place(rank + 1, "monta", "forward")), failure_board.told():
@@ -58,28 +58,34 @@ with passing(Place(rank + 1, "monta", "forward")), failure_board.told():
 """
 
 
-def end(fault: str, folder: Path) -> tuple[list[int], list[str]]:
-    """Status of three ranks, and what they have said."""
+def end(fault: str, folder: Path, named: bool = True) -> tuple[list[int], list[str]]:
+    """Status of three ranks, and what they have said.
+
+    Args:
+        named: the environment has PyTorch's names for ranks; False: Slurm's alone.
+    """
     script = folder / "rank.py"
     script.write_text(RANK)
-    shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    shared |= {"GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        Job([script, fault], folder / f"{rank}.txt", environment=shared | {"RANK": str(rank)}) for rank in range(3)
-    ]
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+
+    def variables(rank: int) -> dict[str, str]:
+        return shared | {"SLURM_PROCID": str(rank)} | ({"RANK": str(rank), "WORLD_SIZE": "3"} if named else {})
+
+    ranks = [Job([script, fault], folder / f"{rank}.txt", environment=variables(rank)) for rank in range(3)]
     return [rank.wait() for rank in ranks], [rank.output.read_text() for rank in ranks]
 
 
 @pytest.mark.parametrize(
-    ("fault", "sentence"),
+    ("fault", "sentence", "named"),
     [
-        ("raise", r"failed first, in MoE layer 2 (monta, forward): ValueError: boom"),
-        ("longer", r"failed first, in MoE layer 2 (monta, forward): a thread has died of an exception: "),
-        ("kill", r"failed first, in MoE layer 3 (monta, forward): it does not answer any more, as rank 2 found: "),
+        ("raise", "failed first, in MoE layer 2 (monta, forward): ValueError: boom", True),
+        ("raise", "failed first, in MoE layer 2 (monta, forward): ValueError: boom", False),
+        ("longer", "failed first, in MoE layer 2 (monta, forward): a thread has died of an exception: ", True),
+        ("kill", "failed first, in MoE layer 3 (monta, forward): it does not answer any more, as rank 2 found: ", True),
     ],
 )
-def test_every_rank_says_who_failed_first_and_ends(tmp_path: Path, fault: str, sentence: str):
-    status, said = end(fault, tmp_path)
+def test_every_rank_says_who_failed_first_and_ends(tmp_path: Path, fault: str, sentence: str, named: bool):
+    status, said = end(fault, tmp_path, named)
     assert status == [1, -9 if fault == "kill" else 1, 1]
     for rank, text in enumerate(said):
         line = next((line for line in text.splitlines() if line.startswith("moe-opt: error: rank 1 (")), "")

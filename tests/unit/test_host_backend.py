@@ -92,7 +92,7 @@ def test_machine_with_a_gpu_is_left_alone(printed):
 def test_seam_that_moved_is_refused_by_name(printed):
     (message,) = printed["without a seam"]
     assert message.startswith("megatron-moe-opt_adapts_torch.distributed._coalescing_manager,_which_this_version")
-    assert "megatron-core_0.16_to_0.19" in message
+    assert "megatron-core_0.16_to_0.20" in message
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda"), torch.device("cuda", 1)], ids=str)

@@ -135,7 +135,9 @@ ROWS: dict[str, list[Case]] = {
     "`--moe-paged-stash`": [Case({"moe_paged_stash": True})],
     "`--fp16`": [Case({"fp16": True})],
     "`--fp8-format`, `--fp4-format`, `--te-precision-config-file` or `--kitchen-config-file`": QUANTIZED,
-    "`--use-transformer-engine-op-fuser`": [Case({"use_transformer_engine_op_fuser": True})],
+    "`--use-transformer-engine-op-fuser` or `--moe-use-grouped-tensor`": [
+        Case({"use_transformer_engine_op_fuser": True}), Case({"moe_use_grouped_tensor": True}),
+    ],
     "`--delay-wgrad-compute`": [Case({"delay_wgrad_compute": True})],
     "`--hidden-dropout` above 0": [Case({"hidden_dropout": 0.1})],
     "`--fp32-residual-connection`, `--fused-residual-rmsnorm`, `--mlp-chunks-for-training`, `--mrope-section` or "
@@ -160,7 +162,9 @@ ROWS: dict[str, list[Case]] = {
         Case(GRAPHS | {"cuda_graph_scope": ["attn", "mlp", "mamba", "moe_router"]}),
     ],
     "`--optimizer-cuda-graph`": _arguments("--optimizer-cuda-graph"),
-    "`--deterministic-mode`": [Case({"deterministic_mode": True})],
+    "`--deterministic-mode` or `--freeze-all-layers`": [
+        Case({"deterministic_mode": True}), *_arguments("--freeze-all-layers"),
+    ],
     "`--use-megatron-fsdp` or `--use-torch-fsdp2`": _arguments("--use-megatron-fsdp", "--use-torch-fsdp2"),
     "`--expert-tensor-parallel-num-weight-shards`": [Case({"expert_gtp_weight_remat_size": 2})],
     "`--flextron`": _arguments("--flextron"),
@@ -195,6 +199,7 @@ ROWS: dict[str, list[Case]] = {
         Case({"cuda_graph_impl": "local"}), Case(GRAPHS | {"cuda_graph_scope": []}),
         Case(GRAPHS | {"cuda_graph_scope": ["attn", "moe"]}), Case(GRAPHS | {"cuda_graph_scope": ["moe_preprocess"]}),
     ],
+    "`--batch-invariant-mode`": [Case({"batch_invariant_mode": True})],
     "`--transformer-impl inference_optimized`": [Case({"transformer_impl": "inference_optimized"})],
     "`--fake-process-group` or `--inprocess-restart`": _arguments("--fake-process-group", "--inprocess-restart"),
     "`--cuda-graph-impl`, or either of the flags that overlap (`--overlap-...`), beside `--moe-opt-telemetry`": [
@@ -338,8 +343,11 @@ def test_a_cell_that_is_wrong_is_found(is_refused, monkeypatch):
         ("`--hidden-dropout` above 0", "`monta`", "refused"),
         ("`--hidden-dropout` above 0", "`netmoe`", ""),
         ("`--fine-grained-activation-offloading`", "`mpmoe`", "with memory reuse S1 or S2"),
-        ("`--use-transformer-engine-op-fuser`", "`mpmoe`", "with memory reuse, or where experts travel"),
-    ):
+        (
+            "`--use-transformer-engine-op-fuser` or `--moe-use-grouped-tensor`", "`mpmoe`",
+            "with memory reuse, or where experts travel",
+        ),
+    ):  # fmt: skip
         wrong = copy.deepcopy(table)
         assert wrong[row][column] != cell
         wrong[row][column] = cell

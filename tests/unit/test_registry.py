@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -286,13 +286,15 @@ def test_fully_sharded_weights_are_refused_where_modules_are_called_in_our_order
 def test_a_model_that_is_given_to_such_a_wrapper_is_refused_without_megatron_lms_arguments(monkeypatch):
     """As under Megatron-Bridge. The wrapper then runs into what this environment lacks, which is its own matter."""
     monkeypatch.delitem(sys.modules, "megatron.training.global_vars", raising=False)
+    names = ("FullyShardedDataParallelV2", "FullyShardedDataParallel")  # the first from 0.20 on
+    wrapper = next(found for name in names if (found := getattr(mcore_fsdp_adapter, name, None)) is not None)
 
     def wrapped(name: str) -> tuple[Exception, Any]:
         layer = MoELayer.__new__(MoELayer)
         torch.nn.Module.__init__(layer)
         layer.config = config(name, **MOVES)
         with pytest.raises(Exception) as caught:  # noqa: PT011 (of either)
-            FullyShardedDataParallel(layer.config, None, module=torch.nn.ModuleList([layer]))
+            wrapper(layer.config, None, module=torch.nn.ModuleList([layer]))
         return caught.value, layer.config
 
     for name, what in (("expert-migration", "experts"), ("mpmoe", "experts"), ("netmoe", "norms")):
@@ -383,7 +385,7 @@ def test_stock_is_left_alone():
     assert config("allgather").moe_token_dispatcher_type == "allgather"
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.20.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.15.3", "0.21.0", "1.0"])
 def test_unsupported_megatron_is_refused(monkeypatch, version):
     monkeypatch.setattr(registry, "megatron_version", lambda: version)
     with pytest.raises(ConfigurationError, match=f"megatron-core {version} is not supported: install one from 0.16"):
@@ -392,7 +394,7 @@ def test_unsupported_megatron_is_refused(monkeypatch, version):
 
 def test_missing_megatron_is_refused(monkeypatch):
     monkeypatch.setattr(registry, "megatron_version", lambda: None)
-    with pytest.raises(ConfigurationError, match="megatron-core is not installed: install megatron-core 0.16 to 0.19"):
+    with pytest.raises(ConfigurationError, match="megatron-core is not installed: install megatron-core 0.16 to 0.20"):
         megatron_moe_opt.register()
 
 

@@ -161,6 +161,10 @@ def _refusal(config: Any, variant: str) -> str | None:
     """Returns why this configuration cannot run a variant, or not as the same function; None: it can."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from megatron_moe_opt.integration.flex_backends import NCCL_EP
+
+    if variant == f"{FLEX}:{NCCL_EP}":
+        return "is made once in a process, for as many tokens as its first pass has: name flex to run it"
     if (config.expert_model_parallel_size or 1) * (config.expert_tensor_parallel_size or 1) == 1:
         return "no rows travel"
     if holds_replicated_tokens(config):

@@ -51,6 +51,7 @@ def use_host_generator() -> None:
         replace(owner, "get_rng_state", lambda original: lambda device=None: torch.get_rng_state())
         replace(owner, "set_rng_state", lambda original: lambda state, device=None: torch.set_rng_state(state))
         replace(owner, "manual_seed", lambda original: lambda seed: _manual_seed(seed))
+        replace(owner, "initial_seed", lambda original: lambda: torch.initial_seed())
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     replace(random, "_get_cuda_rng_state", lambda original: get_state)
     replace(random, "_set_cuda_rng_state", lambda original: set_state)

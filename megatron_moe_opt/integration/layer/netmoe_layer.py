@@ -30,6 +30,8 @@ from megatron_moe_opt.integration.layer.layer_seam import own_method
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, split_over_tp
 from megatron_moe_opt.integration.observe.netmoe_report import watch
 from megatron_moe_opt.integration.patching import is_wrapped, seam_moved, wrap_once
+from megatron_moe_opt.runtime.job import failure_board
+from megatron_moe_opt.systems import dispatcher_names
 from megatron_moe_opt.topology.group_cache import cached_by_group
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
@@ -47,6 +49,8 @@ def wrap_transformer_block() -> None:
 
 def _linking(stock_init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     stock_init(self, *args, **kwargs)
+    if self.config.moe_token_dispatcher_type in dispatcher_names():
+        failure_board.start()  # on stages without a MoE layer too, whose configuration may have come before the groups
     for layer in self.layers:
         if (moe := getattr(layer, "mlp", None)) is not None:
             _blocks[moe] = weakref.ref(self)
@@ -162,7 +166,10 @@ def _normalise(layer: weakref.ref[Any], rows: torch.Tensor) -> torch.Tensor:
     return layer().pre_mlp_layernorm(rows) if len(rows) else rows
 
 
-_OF_LAYERS = ("forward", "_forward_pre_mlp_layernorm", "_forward_mlp")
+_OF_LAYERS = (
+    "forward", "_forward_pre_mlp_layernorm", "_forward_mlp", "_forward_post_mlp",
+    "_pre_mlp_layernorm_and_residual", "_run_mlp", "_apply_mlp_bda_step",  # from 0.20 on
+)  # fmt: skip
 _OF_MOE_LAYERS = (
     "forward", "shared_experts_compute", "preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess",
 )  # fmt: skip
@@ -183,7 +190,7 @@ def adds_up_otherwise(block: Any) -> str | None:
             continue
         if getattr(layer, "mlp_bda", None) is not get_bias_dropout_add:
             return f"a {kind} has an mlp_bda of its own"
-        for module, names in ((layer, (*_OF_LAYERS, _after_mlp())), (layer.mlp, _OF_MOE_LAYERS)):
+        for module, names in ((layer, _OF_LAYERS), (layer.mlp, _OF_MOE_LAYERS)):
             for name in names:
                 if (own := own_method(module, name)) is not None:
                     return f"a {kind} has a {own} that is not Megatron's"

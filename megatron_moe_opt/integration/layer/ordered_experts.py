@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,11 @@ def check_expert_order(config: Any, path: Path) -> None:
     ):
         if given:
             raise ConfigurationError(f"{FLAG} {path} does not work with {flag}: drop one of the two")
+    if "megatron.bridge" in sys.modules:
+        raise ConfigurationError(
+            f"{FLAG} {path} has experts in other places than their numbers, by which Megatron-Bridge copies weights "
+            "from and to Hugging Face: drop it"
+        )
     arguments = training_arguments()
     if arguments is not None:
         _check_checkpoints(arguments, path)

@@ -70,18 +70,22 @@ def _follow(training: ModuleType) -> None:
     ) -> Any:
         result = stock(loss_dict, total, rate, iteration, *args, **kwargs)
         if iteration % training.get_args().log_interval == 0:
-            _report(training, iteration)
+            report(iteration, training.get_tensorboard_writer(), training.get_wandb_writer())
         return result
 
     if hasattr(training, "training_log"):
         wrap_once(training, "training_log", reporting)
 
 
-def _report(training: ModuleType, iteration: int) -> None:
+def report(iteration: int, writer: Any, wandb: Any) -> None:
     """Collects the reports; called on all ranks. Ranks that have a writer write, and the last rank, which prints
     Megatron's own lines, prints.
+
+    Args:
+        writer: of TensorBoard; None: this rank has none.
+        wandb: of W&B; None: likewise.
     """
-    reports, writer, wandb = collect(), training.get_tensorboard_writer(), training.get_wandb_writer()
+    reports = collect()
     if dist.get_rank() == dist.get_world_size() - 1:
         for line in lines(reports):
             print(f"moe-opt: {line}", flush=True)

@@ -66,7 +66,9 @@ def of_this_attempt(store: dist.Store, rank: int, world: int, is_over: Callable[
 
 
 def _is_named() -> bool:
-    return all(name in os.environ for name in _NAMES_A_JOB)
+    """Whether the environment names the job. Who calls init_process_group may have the rank from Slurm alone."""
+    knows_its_rank = "SLURM_PROCID" in os.environ and dist.is_initialized()
+    return all(name in os.environ for name in _NAMES_A_JOB[2 * knows_its_rank :])
 
 
 @functools.cache
@@ -76,5 +78,6 @@ def _store() -> dist.Store:
 
 
 def _connect() -> dist.Store:
-    store, _, _ = next(dist.rendezvous("env://"))
+    own = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ()
+    store, _, _ = next(dist.rendezvous("env://", *own))
     return store
