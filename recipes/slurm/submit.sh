@@ -30,7 +30,7 @@ source "$recipe"
 # What the job would find out after the queue. In a container paths are the container's, and Python is.
 [[ -z "${PROFILE:-}" || -z "${PLAN:-}" ]] || refuse "PROFILE and PLAN are two ways to plan: give one of them"
 if [[ -z "${MEASURE:-}" ]]; then
-    [[ -n "${MEGATRON_LM:-}" ]] || refuse "set MEGATRON_LM: a checkout of Megatron-LM, core_v0.16 to core_v0.19"
+    [[ -n "${MEGATRON_LM:-}" ]] || refuse "set MEGATRON_LM: a checkout of Megatron-LM, core_v0.16 to core_v0.19, or main"
     [[ -n "${CHECKPOINTS:-}" ]] || refuse "set CHECKPOINTS: a folder of this run that all nodes share"
     [[ -n "${DATA:-}" ]] || refuse "set DATA: prefix of a data set, or mock"
     [[ "$DATA" == mock || -n "${TOKENIZER:-}" ]] || refuse "set TOKENIZER: name or folder of a tokenizer"
