@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_moe_opt.integration.checks import check_processes
+from megatron_moe_opt.integration.checks import BRIDGES_RESTART, check_processes
 from megatron_moe_opt.integration.observe.reports import report
 from megatron_moe_opt.integration.patching import replace, when_imported
 
@@ -26,21 +27,23 @@ def plug_into_bridge(reading_as_alltoall: Callable[[Any], AbstractContextManager
         reading_as_alltoall: a context in which a configuration reads so.
     """
 
-    def drops(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def apply_moe_token_drop(config: Any, *args: Any, **kwargs: Any) -> Any:
-            with reading_as_alltoall(config):
-                return stock(config, *args, **kwargs)
+    def as_alltoall(argument: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Returns what wraps a function that takes the model's configuration as this argument."""
 
-        return apply_moe_token_drop
+        def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+            signature = inspect.signature(stock)
 
-    def overlaps(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def setup(self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-            with reading_as_alltoall(config):
-                return stock(self, config, *args, **kwargs)
+            def called(*args: Any, **kwargs: Any) -> Any:
+                with reading_as_alltoall(signature.bind(*args, **kwargs).arguments.get(argument)):
+                    return stock(*args, **kwargs)
 
-        return setup
+            return called
 
-    def names(stock: Callable[..., Any]) -> Callable[..., Any]:
+        return wrap
+
+    def named_in_checkpoints(stock: Callable[..., None]) -> Callable[..., None]:
+        """Returns what writes a run's configuration: with `alltoall` in the place of ours, if it is a checkpoint's."""
+
         def to_yaml(self: Any, yaml_path: Any = None) -> None:
             is_of_checkpoint = yaml_path is not None and Path(yaml_path).name == _OF_CHECKPOINT
             with reading_as_alltoall(self.model) if is_of_checkpoint else nullcontext():
@@ -48,36 +51,43 @@ def plug_into_bridge(reading_as_alltoall: Callable[[Any], AbstractContextManager
 
         return to_yaml
 
-    for module, adapt in (
-        ("config", lambda it: replace(it.ConfigContainer, "to_yaml", names)),
-        ("comm_overlap", lambda it: replace(it.CommOverlapConfig, "setup", overlaps)),
-        ("utils.moe_token_drop", lambda it: replace(it, "apply_moe_token_drop", drops)),
-        ("utils.train_utils", _follow_log),
-        ("inprocess_restart", lambda it: replace(it, "maybe_wrap_for_inprocess_restart", _refused)),
+    for module, owner, name, wrap in (
+        ("comm_overlap", "CommOverlapConfig", "setup", as_alltoall("model_config")),
+        ("utils.moe_token_drop", None, "apply_moe_token_drop", as_alltoall("model_provider")),
+        ("config", "ConfigContainer", "to_yaml", named_in_checkpoints),
+        ("utils.train_utils", None, "training_log", _reporting),
+        ("inprocess_restart", None, "maybe_wrap_for_inprocess_restart", _refusing),
     ):
-        when_imported(f"{_TRAINING}.{module}", adapt)
+        when_imported(f"{_TRAINING}.{module}", functools.partial(_replace, owner=owner, name=name, wrap=wrap))
 
 
-def _refused(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _replace(module: ModuleType, owner: str | None, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Wraps a function of a module, or of a class in it, as far as this version of Bridge has it."""
+    holder = module if owner is None else getattr(module, owner, None)
+    if hasattr(holder, name):
+        replace(holder, name, wrap)
+
+
+def _refusing(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what wraps a training function so that it begins anew in the same processes, but not under ours."""
+
     def maybe_wrap_for_inprocess_restart(train: Any, config: Any, state: Any) -> Any:
         if config.enabled:
-            check_processes(state.cfg.model.moe_token_dispatcher_type, ["--inprocess-restart"])
+            check_processes(getattr(state.cfg.model, "moe_token_dispatcher_type", None), [BRIDGES_RESTART])
         return stock(train, config, state)
 
     return maybe_wrap_for_inprocess_restart
 
 
-def _follow_log(module: ModuleType) -> None:
-    signature = inspect.signature(module.training_log)
+def _reporting(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what logs a step, and then what we have to report of it."""
+    signature = inspect.signature(stock)
 
-    def reporting(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def training_log(*args: Any, **kwargs: Any) -> Any:
-            result, given = stock(*args, **kwargs), signature.bind(*args, **kwargs).arguments
-            state, iteration = given["global_state"], given["global_state"].train_state.step
-            if iteration % given["config"].logger.log_interval == 0:
-                report(iteration, state.tensorboard_logger, state.wandb_logger)
-            return result
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        result, given = stock(*args, **kwargs), signature.bind(*args, **kwargs).arguments
+        state, iteration = given["global_state"], given["global_state"].train_state.step
+        if iteration % given["config"].logger.log_interval == 0:
+            report(iteration, state.tensorboard_logger, state.wandb_logger)
+        return result
 
-        return training_log
-
-    replace(module, "training_log", reporting)
+    return training_log

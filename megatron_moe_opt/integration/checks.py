@@ -43,10 +43,16 @@ _NOT_GRAPHED = {
 }
 _SAVED_BY_EXPERTS = ("--save-tokens-per-expert-interval", "--save-activations-interval", "--save-dgrads-interval")
 """The flags that have Megatron-LM save what hooks of experts' linears see."""
+BRIDGES_RESTART = "inprocess_restart.enabled"
+"""Megatron-Bridge's name of what Megatron-LM calls --inprocess-restart."""
+_ANEW = (
+    "begins a run anew in processes that {name} ends when a rank has failed: drop it, and have torchrun start them "
+    "again (--max-restarts)"
+)
 _OF_PROCESSES = {
     FAKE_GROUP: "has no other ranks, from which {name} takes numbers of rows: drop it, or use alltoall",
-    "--inprocess-restart": "begins a run anew in processes that {name} ends when a rank has failed: drop it, and have "
-    "torchrun start them again (--max-restarts)",
+    "--inprocess-restart": _ANEW,
+    BRIDGES_RESTART: _ANEW,
 }
 _NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan", "expert_order", "wire")
 
@@ -185,7 +191,7 @@ def check_config(config: Any, name: str, options: Options, is_of_run: bool = Tru
         )
     if options.telemetry:
         check_telemetry(config)
-    if config.batch_invariant_mode:
+    if config.batch_invariant_mode and not megatron_is_before(0, 20):  # before, MoE layers know nothing of it
         raise ConfigurationError(
             f"--batch-invariant-mode adds up a token's experts in the order of inference, and {FLAG} {name} in one of "
             "its own: drop it, or use alltoall"

@@ -103,6 +103,7 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
     _widen_annotation(TransformerConfig, stock)
     _wrap_post_init(TransformerConfig, stock)
     _wrap_moe_layer(MoELayer, PluggedTokenDispatcher)
+    _start_board_with_models()
     wrap_transformer_block()
     note_wrappers(_check_wrapped)
     prioritize_expert_groups()
@@ -296,6 +297,20 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
 
     layer_class.__init__ = init
     name_passes(layer_class, dispatcher_names())
+
+
+def _start_board_with_models() -> None:
+    """Has ranks whose part of a model has no MoE layer tell of failures too, where their configuration came before the
+    process groups.
+    """
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    def init(stock_init: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        stock_init(self, config, *args, **kwargs)
+        if getattr(config, FIELD, None) in dispatcher_names():
+            failure_board.start()
+
+    wrap_once(LanguageModule, "__init__", init)
 
 
 def _compare(joint: ProcessGroup, name: str, config: Any) -> None:

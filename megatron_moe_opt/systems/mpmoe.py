@@ -196,10 +196,10 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
     flag = f"{PREFIX}memory-reuse {reuse}"
     if (recipe := quantization(config)) is not None:
         raise ConfigurationError(f"{flag} does not know what experts in {recipe} save: use {PREFIX}memory-reuse {NONE}")
-    of_products = given_flag(config, "--use-transformer-engine-op-fuser", "--moe-use-grouped-tensor")
-    if _offloads_middle(options) and of_products is not None:
+    flag_of_products = given_flag(config, "--use-transformer-engine-op-fuser", "--moe-use-grouped-tensor")
+    if _offloads_middle(options) and flag_of_products is not None:
         raise ConfigurationError(
-            f"{flag} may offload what an expert's first matrix product makes, which {of_products} fuses with what "
+            f"{flag} may offload what an expert's first matrix product makes, which {flag_of_products} fuses with what "
             f"follows, or pads: give {PREFIX}memory-reuse S3 or S4, or drop the latter"
         )
     if offloads:

@@ -28,7 +28,15 @@ from recipe import Flags, Recipe, read_recipe
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import split_options
-from megatron_moe_opt.planning.training.memory import BF16, FP32, BytesPerParameter, StageMemory, training_memory
+from megatron_moe_opt.planning.costs.known_clusters import GIB
+from megatron_moe_opt.planning.training.memory import (
+    BF16,
+    FP32,
+    BytesPerParameter,
+    StageMemory,
+    logits_memory,
+    training_memory,
+)
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.topology.layouts import Layout
 
@@ -55,6 +63,8 @@ class Report:
     """Micro-batches of a step and data-parallel rank."""
     memory: StageMemory | None
     """Memory of a rank of the first stage; None where its layers are not modelled."""
+    logits: int = 0
+    """Bytes of logits there: of a model of a single stage."""
 
     def lines(self) -> list[str]:
         """Returns the report as lines for a person."""
@@ -72,9 +82,9 @@ class Report:
         states = self.memory.weights + self.memory.gradients + self.memory.optimizer
         return [
             *lines,
-            f"  memory of a GPU: {states / 1e9:.0f} GB of weights, gradients and optimizer, "
-            f"{self.memory.activations / 1e9:.0f} GB of activations, of {recipe.gpu_memory} GB (words, logits and "
-            "buffers of libraries not counted)",
+            f"  memory of a GPU: {states / GIB:.0f} GiB of weights, gradients and optimizer, "
+            f"{self.memory.activations / GIB:.0f} of activations, {self.logits / GIB:.0f} of logits, of "
+            f"{recipe.gpu_memory} (words and buffers of libraries not counted)",
         ]
 
 
@@ -102,13 +112,14 @@ def check(recipe: Recipe, megatron_lm: Path | None = None) -> Report:
         raise
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigurationError(f"Megatron refuses the configuration: {error}") from error
-    memory = _memory(recipe, layout, micro_batches)
-    if memory is not None and memory.total > recipe.gpu_memory * 1e9:
+    memory, logits = _memory(recipe, layout, micro_batches)
+    needed = 0 if memory is None else memory.total + logits
+    if needed > recipe.gpu_memory * GIB:
         raise ConfigurationError(
-            f"a rank of {layout.world} needs {memory.total / 1e9:.0f} GB or more, and a GPU has {recipe.gpu_memory} GB "
+            f"a rank of {layout.world} needs {needed / GIB:.0f} GiB or more, and a GPU has {recipe.gpu_memory} "
             "(gpu_memory): take more nodes, more of --pipeline-model-parallel-size, or --recompute-granularity full"
         )
-    return Report(recipe, layout, micro_batches, memory)
+    return Report(recipe, layout, micro_batches, memory, logits)
 
 
 def _check_batch(flags: Flags, layout: Layout) -> int:
@@ -234,20 +245,21 @@ def model_shape(recipe: Recipe) -> ModelShape | None:
     )
 
 
-def _memory(recipe: Recipe, layout: Layout, micro_batches: int) -> StageMemory | None:
-    """Returns the memory of a rank of the first stage."""
+def _memory(recipe: Recipe, layout: Layout, micro_batches: int) -> tuple[StageMemory | None, int]:
+    """Returns the memory of a rank of the first stage, and the bytes of logits there."""
     flags, model = recipe.flags, model_shape(recipe)
     if model is None or model.layers % layout.pp:
-        return None
-    return training_memory(
+        return None, 0
+    batch = flags.number("--micro-batch-size"), flags.number("--seq-length")
+    memory = training_memory(
         model,
         layout,
-        flags.number("--micro-batch-size"),
-        flags.number("--seq-length"),
+        *batch,
         micro_batches,
         recompute="full" if flags.values("--recompute-granularity") == ["full"] else "none",
         each=BytesPerParameter(BF16, FP32, 0 if "--optimizer-cpu-offload" in flags else 3 * FP32),
     )
+    return memory, logits_memory(model, layout, 0, *batch)
 
 
 def main(command_line: Sequence[str]) -> int:

@@ -218,6 +218,10 @@ def layers_of_their_own() -> tuple[str, list[str | None]]:
             change()
             said.append(netmoe_layer.adds_up_otherwise(block))
             back()
+        for name in netmoe_layer._OF_LAYERS:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(layer, name, layers_of_their_own, raising=False)
+                assert f"has a TransformerLayer.{name} that is not" in netmoe_layer.adds_up_otherwise(block)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigurationError) as caught:
             patch.setattr(gpt_layer_specs, "TransformerLayer", Sandwich)
             build("netmoe")

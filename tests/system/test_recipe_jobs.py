@@ -35,7 +35,7 @@ case "$*" in
 esac
 """
 SQUEUE = """#!/bin/bash
-[[ "${@: -1}" != "${RUNNING:-}" ]] || echo "$RUNNING"
+[[ "${@: -1}" != "${RUNNING:-}" || "$*" != *"${STATE:-RUNNING}"* ]] || echo "$RUNNING"
 """
 SBATCH = """#!/bin/bash
 printf '%s\\n' "$@" >"$STUBS/sbatch"
@@ -293,8 +293,9 @@ def test_ends_where_training_is_done(cluster):
 
 def test_two_jobs_do_not_train_into_one_folder(cluster):
     (cluster.checkpoints / "slurm_job").write_text("4100\n")
-    result = cluster.job(RUNNING="4100", SAVES="500000")
-    assert result.returncode == 2 and "CHECKPOINTS: job 4100 trains into" in result.stderr
+    for state in ("RUNNING", "SUSPENDED", "COMPLETING"):
+        result = cluster.job(RUNNING="4100", STATE=state, SAVES="500000")
+        assert result.returncode == 2 and "CHECKPOINTS: job 4100 trains into" in result.stderr
     assert cluster.note("srun") == []
     assert cluster.job(SAVES="1400").returncode == 0  # the other has ended
     assert cluster.job(RUNNING="4207", SAVES="500000").returncode == 0  # it queued again

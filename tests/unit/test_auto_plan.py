@@ -301,9 +301,12 @@ def test_megatrons_own_are_tried_without_a_prediction(planned, monkeypatch):
         refused = {one.variant: one.reason for one in found.refused}
         assert refused["allgather"].startswith(reason) if reason else "allgather" not in refused
     monkeypatch.setattr("megatron_moe_opt.integration.flex_backends.missing_for_flex", lambda backend: None)
+    everything = ("deepep", "hybridep", "ncclep")
+    monkeypatch.setattr("megatron_moe_opt.integration.flex_backends.flex_backends", lambda: everything)
     (found,) = planned("monta:O2x2")._make_plan(FirstStep(((SEEN,),)))
-    assert found.beside[:2] == ("allgather", "flex:deepep")
-    assert "flex:ncclep" not in found.beside
+    tried = {*found.beside, *(one.variant for one in found.refused)}
+    assert found.beside[:2] == ("allgather", "flex:deepep") and "flex:hybridep" in tried
+    assert "flex:ncclep" not in tried
 
 
 def test_a_back_end_of_flex_that_does_not_import_is_left_out_with_the_reason(planned, monkeypatch, tmp_path):

@@ -53,7 +53,7 @@ def maybe_wrap_for_inprocess_restart(train_fn, config, state):
 
 @pytest.fixture
 def training(monkeypatch, tmp_path):
-    """Returns a function that imports a module of `megatron.bridge.training`, after the package has been told of it."""
+    """Returns a function that imports a module of `megatron.bridge.training`, which the package waits for."""
     folder = tmp_path / "megatron/bridge/training"
     for name, source in SOURCES.items():
         file = folder / f"{name}.py"
@@ -70,7 +70,7 @@ def training(monkeypatch, tmp_path):
 def test_checks_of_names_take_ours_for_alltoall(training):
     ours = config("monta")
     training("comm_overlap").CommOverlapConfig().setup(ours, None, None)
-    training("utils.moe_token_drop").apply_moe_token_drop(ours, moe_expert_capacity_factor=2.0)
+    training("utils.moe_token_drop").apply_moe_token_drop(model_provider=ours, moe_expert_capacity_factor=2.0)
     assert (ours.overlap_moe_expert_parallel_comm, ours.moe_expert_capacity_factor) == (True, 2.0)
     assert ours.moe_token_dispatcher_type == "monta"
 
@@ -101,7 +101,7 @@ def test_a_start_anew_in_the_same_processes_is_refused(training):
         state = SimpleNamespace(cfg=SimpleNamespace(model=config(name)))
         assert wrap("train", SimpleNamespace(enabled=enabled), state) == ("train", None)
     state = SimpleNamespace(cfg=SimpleNamespace(model=config("monta")))
-    with pytest.raises(ConfigurationError, match="--inprocess-restart begins a run anew in processes that"):
+    with pytest.raises(ConfigurationError, match="inprocess_restart.enabled begins a run anew in processes that"):
         wrap("train", SimpleNamespace(enabled=True), state)
 
 
@@ -122,3 +122,10 @@ def test_a_layer_that_is_not_called_is_refused():
 
     with pytest.raises(ConfigurationError, match="and a Gemma4MoELayer is run by forward_with_separate_inputs: use"):
         registry.check_is_called(Gemma4MoELayer, "monta")
+
+
+def test_a_bridge_without_one_of_these_functions_is_left_alone(training, tmp_path):
+    for name in SOURCES:
+        (tmp_path / f"megatron/bridge/training/{name}.py").write_text("")
+    for name in SOURCES:
+        training(name.replace("/", "."))

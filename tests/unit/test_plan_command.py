@@ -20,7 +20,7 @@ from megatron_moe_opt.planning.predicting import parm
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS, MONTA_CHOICES
-from megatron_moe_opt.planning.training.memory import logits_memory, training_memory
+from megatron_moe_opt.planning.training.memory import BytesPerParameter, logits_memory, training_memory
 from megatron_moe_opt.planning.training.step_costs import communication
 from megatron_moe_opt.planning.training.throughput import throughput
 from megatron_moe_opt.schedules.parm import JOINT
@@ -112,7 +112,7 @@ def test_fp32_has_its_own_memory_and_no_peak_that_is_known(run):
     assert code == 2 and "--dtype fp32: the peak of h100-ib400 is known in 16 bits alone: give that of fp32" in error
     _, output, _ = run(MIXTRAL, base, "--cluster h100-ib400,tflops=60 --dtype fp32")
     model, parallel = replace(KNOWN_MODELS["mixtral-8x7b"], layers=4), Layout(16, ep=8)
-    held = training_memory(model, parallel, 1, 2048, 4, element_bytes=4).total + logits_memory(
+    held = training_memory(model, parallel, 1, 2048, 4, each=BytesPerParameter.of(4)).total + logits_memory(
         model, parallel, 0, 1, 2048, 4
     )
     assert tables(output)[CANDIDATES][ALLTOALL][6] == f"{held / 2**30:.1f}"

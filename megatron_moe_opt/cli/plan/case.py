@@ -16,6 +16,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction, Refusal
 from megatron_moe_opt.planning.training.memory import (
     RECOMPUTE,
+    BytesPerParameter,
     layer_activations,
     logits_memory,
     training_memory,
@@ -144,10 +145,11 @@ class Case:
         settings, model, layout = self.settings, self.model, self.site.layout
         batch, element_bytes = (settings.micro_batch, self.sequence), settings.element_bytes
         rows, runs_again = self.workload.rows * layout.expert_tp, settings.recompute == RECOMPUTE[-1]
+        each = BytesPerParameter.of(element_bytes)
         found = []
         for stage in model.telling_stages(layout):
             held = training_memory(
-                model, layout, *batch, settings.micro_batches, stage, settings.recompute, rows, element_bytes
+                model, layout, *batch, settings.micro_batches, stage, settings.recompute, each, rows
             ).total  # fmt: skip
             moe_layers, passes, again = model.moe_layers(layout, stage), 0, 0
             if runs_again:
@@ -176,7 +178,10 @@ class Case:
             return None
         sizes = model, site.layout, site.device, settings.micro_batch, self.sequence, settings.micro_batches
         again = (one.seconds - one.exposed) / 3 + one.exposed / 2
-        return throughput(*sizes, one.seconds, True, self._besides, settings.recompute, again)
+        return throughput(
+            *sizes, one.seconds, with_experts=True, besides=self._besides, recompute=settings.recompute,
+            exchange_again=again,
+        )  # fmt: skip
 
     @cached_property
     def _besides(self) -> StepCosts:

@@ -19,6 +19,7 @@ from megatron_moe_opt.planning.planner import bound_and_stock, candidates
 from megatron_moe_opt.planning.training.arrangements import Arrangement, arrangements
 from megatron_moe_opt.planning.training.memory import (
     RECOMPUTE,
+    BytesPerParameter,
     layer_activations,
     logits_memory,
     training_memory,
@@ -112,12 +113,12 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
             f"--global-batch {global_batch}: no layout of {world} GPUs cuts these sequences and the model into "
             "equal parts: choose a multiple of the GPUs"
         )
-    least = {one: _least_memory(model, one, sequence, settings.element_bytes) for one in of_step}
-    small = [one for one in of_step if least[one] <= FITS * known.memory]
+    needed = {one: _least_memory(model, one, sequence, settings.element_bytes) for one in of_step}
+    small = [one for one in of_step if needed[one] <= FITS * known.memory]
     if not small:
         raise ConfigurationError(
             f"--world {world}: no layout holds the model, a GPU of the smallest would need "
-            f"{min(least.values()) / GIB:.1f} GiB and has {known.memory / GIB:.1f}: take more GPUs"
+            f"{min(needed.values()) / GIB:.1f} GiB and has {known.memory / GIB:.1f}: take more GPUs"
         )
     found: list[Case] = []
     console = progress_console()
@@ -217,7 +218,7 @@ def _least_memory(model: ModelShape, one: Arrangement, sequence: int, element_by
 
     def held(stage: int) -> float:
         memory = training_memory(
-            model, layout, *batch, one.micro_batches, stage, one.recompute, element_bytes=element_bytes
+            model, layout, *batch, one.micro_batches, stage, one.recompute, BytesPerParameter.of(element_bytes)
         )
         saved = of_experts * model.moe_layers(layout, stage) * under_way(layout, stage, one.micro_batches)
         return memory.total - saved + logits_memory(model, layout, stage, *batch, element_bytes)

@@ -67,7 +67,8 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
     layer = max(workloads, key=lambda one: (one.hidden * one.ffn, one.experts))
     is_grouped = config.moe_grouped_gemm and not getattr(config, "moe_use_legacy_grouped_gemm", False)
     fused = {"moe_permute_fusion": config.moe_permute_fusion, "moe_grouped_gemm": is_grouped}
-    if getattr(config, "moe_use_grouped_tensor", False):  # from megatron-core 0.20 on; pads the rows of each expert
+    # From megatron-core 0.20 on; it pads the rows of each expert. Layers with the operation fuser are not measured.
+    if getattr(config, "moe_use_grouped_tensor", False) and not config.use_transformer_engine_op_fuser:
         fused["moe_use_grouped_tensor"] = True
     sizes = Sizes(layer.hidden, layer.ffn * layer.etp, type_of_rows(config), layer.workers, fused=fused)
     device = device_of(dist.group.WORLD)

@@ -48,9 +48,10 @@ def stock_variants(
         tokens: the fewest and the most of a pass on any rank.
         spare: bytes of the fullest GPU that a pass may take besides what stock's did; None: not known.
     """
-    from megatron_moe_opt.integration.flex_backends import broken_for_flex, flex_backends, missing_for_flex
+    from megatron_moe_opt.integration.flex_backends import NCCL_EP, broken_for_flex, flex_backends, missing_for_flex
 
-    backends = flex_backends()
+    # NCCL-EP is made once in a process, for as many tokens as its first pass has.
+    backends = [one for one in flex_backends() if one != NCCL_EP]
     variants = [ALLGATHER, *(f"{FLEX}:{one}" for one in backends if missing_for_flex(one) is None)]
     reasons = [
         (variant, _refusal(config, variant) or _unlike(config, variant, *tokens) or _too_large(variant, layers, spare))
@@ -161,10 +162,6 @@ def _refusal(config: Any, variant: str) -> str | None:
     """Returns why this configuration cannot run a variant, or not as the same function; None: it can."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_moe_opt.integration.flex_backends import NCCL_EP
-
-    if variant == f"{FLEX}:{NCCL_EP}":
-        return "is made once in a process, for as many tokens as its first pass has: name flex to run it"
     if (config.expert_model_parallel_size or 1) * (config.expert_tensor_parallel_size or 1) == 1:
         return "no rows travel"
     if holds_replicated_tokens(config):

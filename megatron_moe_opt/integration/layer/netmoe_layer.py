@@ -30,8 +30,6 @@ from megatron_moe_opt.integration.layer.layer_seam import own_method
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, split_over_tp
 from megatron_moe_opt.integration.observe.netmoe_report import watch
 from megatron_moe_opt.integration.patching import is_wrapped, seam_moved, wrap_once
-from megatron_moe_opt.runtime.job import failure_board
-from megatron_moe_opt.systems import dispatcher_names
 from megatron_moe_opt.topology.group_cache import cached_by_group
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
@@ -49,8 +47,6 @@ def wrap_transformer_block() -> None:
 
 def _linking(stock_init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     stock_init(self, *args, **kwargs)
-    if self.config.moe_token_dispatcher_type in dispatcher_names():
-        failure_board.start()  # on stages without a MoE layer too, whose configuration may have come before the groups
     for layer in self.layers:
         if (moe := getattr(layer, "mlp", None)) is not None:
             _blocks[moe] = weakref.ref(self)

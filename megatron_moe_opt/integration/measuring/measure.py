@@ -76,7 +76,9 @@ class Sizes:
     codec: bool = False
     """Whether to measure how experts that travel are encoded and decoded, and their gradients."""
     fused: Mapping[str, bool] = field(default_factory=dict)
-    """The fields of Megatron's configuration that `under_test.fused` tells, as the job has them; none: as it tells."""
+    """The fields of Megatron's configuration by which rows are permuted and experts computed, as the job has them;
+    none: as `under_test.fused` tells.
+    """
 
 
 Progress = Callable[[int, int, str], None]

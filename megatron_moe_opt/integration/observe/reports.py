@@ -33,9 +33,9 @@ def collect() -> Reports:
     from megatron.core import parallel_state
 
     own = {name: source.take() for name, source in SOURCES.items()}
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    pipeline = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)  # None: groups of others' own
     # A stage without such layers takes part: it does not know of the others'.
-    stages = known_to_all(own, pipeline) if pipeline.size() > 1 else [own]
+    stages = known_to_all(own, pipeline) if pipeline is not None and pipeline.size() > 1 else [own]
     reports = {name: dict(sorted(layer for stage in stages for layer in stage[name].items())) for name in SOURCES}
     return {name: values for name, values in reports.items() if values}
 

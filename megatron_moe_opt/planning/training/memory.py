@@ -189,8 +189,8 @@ def training_memory(
     micro_batches: int,
     stage: int = 0,
     recompute: str = "none",
+    each: BytesPerParameter | None = None,
     rows: int | None = None,
-    element_bytes: int = BF16,
 ) -> StageMemory:
     """Returns all of a rank's memory for its layers and words (eq. 1), without embedding output, logits and workspace.
 
@@ -199,8 +199,8 @@ def training_memory(
     Args:
         micro_batches: of one step.
         recompute: "none"; "selective", of the attention's middle; "full", of every layer from its input.
+        each: see state_memory; an element of a token has as many bytes as one of a weight.
         rows: of a micro-batch at the experts of a rank; None: all choices of its tokens, spread evenly.
-        element_bytes: of an element of tokens and weights.
 
     Raises:
         ConfigurationError: see ModelShape.parameters.
@@ -208,7 +208,8 @@ def training_memory(
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute {recompute} is not one of {', '.join(RECOMPUTE)}")
-    states = state_memory(model, layout, stage, each=BytesPerParameter.of(element_bytes))
+    each = each or BytesPerParameter()
+    states, element_bytes = state_memory(model, layout, stage, each=each), each.weight
     moe_layers = model.moe_layers(layout, stage)
     activations = 0
     for moe, layers in ((True, moe_layers), (False, len(model.of_stage(layout, stage)) - moe_layers)):

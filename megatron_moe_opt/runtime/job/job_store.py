@@ -11,7 +11,8 @@ from uuid import uuid4
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-_NAMES_A_JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PLACE, _RANK = ("MASTER_ADDR", "MASTER_PORT"), ("RANK", "WORLD_SIZE")
+"""The variables that say where a job's store is, and who is asking."""
 
 
 def job_store() -> dist.Store | None:
@@ -66,9 +67,9 @@ def of_this_attempt(store: dist.Store, rank: int, world: int, is_over: Callable[
 
 
 def _is_named() -> bool:
-    """Whether the environment names the job. Who calls init_process_group may have the rank from Slurm alone."""
+    """Whether the environment names the job. Who has called init_process_group may have the rank from Slurm alone."""
     knows_its_rank = "SLURM_PROCID" in os.environ and dist.is_initialized()
-    return all(name in os.environ for name in _NAMES_A_JOB[2 * knows_its_rank :])
+    return all(name in os.environ for name in (_PLACE if knows_its_rank else (*_PLACE, *_RANK)))
 
 
 @functools.cache
