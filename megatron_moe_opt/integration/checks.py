@@ -340,6 +340,11 @@ def _check_system(system: System, config: Any, options: Options, arguments: Any)
             f"{flag} saves what experts' last call in a step has, and {FLAG} {system.name} calls experts in its own "
             "order: drop it, or use monta"
         )
+    if (ratio := options.gradient_compression_ratio) is not None and given_flag(arguments, "--perform-rl-step"):
+        raise ConfigurationError(
+            f"{PREFIX}gradient-compression-ratio {ratio:g} keeps parts of gradients from step to step, and "
+            "--perform-rl-step loads other weights between them, with which these are lost: drop one of the two"
+        )
     system.check(config, options, arguments)
     if options.wire != SAME:
         _check_wire(config, options.wire)

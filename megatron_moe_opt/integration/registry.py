@@ -52,7 +52,7 @@ from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.sharded_weights import note_wrappers
 from megatron_moe_opt.integration.start_facts import facts_of_layer, named_dispatcher
 from megatron_moe_opt.integration.timeouts import follow_megatrons_timeouts
-from megatron_moe_opt.integration.training_arguments import before_validation
+from megatron_moe_opt.integration.training_arguments import before_validation, name_in_checkpoints
 from megatron_moe_opt.kernels import build_info
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
@@ -109,6 +109,7 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
     prioritize_expert_groups()
     follow_megatrons_timeouts()
     report_with_training_log()
+    name_in_checkpoints("alltoall", lambda name: name in dispatcher_names())
     plug_into_bridge(reading_as_alltoall)
     before_validation(lambda arguments: check_arguments(arguments, _options, _refuses_unread))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -15,6 +16,29 @@ def training_arguments() -> Any:
     does not use it, or not yet.
     """
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+
+
+def name_in_checkpoints(name: str, is_ours: Callable[[str], bool]) -> None:
+    """Has the arguments in checkpoints of Megatron-LM's training loop say `name` in the place of a dispatcher of ours:
+    others make a model by them, in processes that may lack us.
+    """
+
+    def named(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
+            found = stock(*args, **kwargs)
+            arguments = found.get("args")
+            if is_ours(getattr(arguments, "moe_token_dispatcher_type", None)):
+                found["args"] = copy.copy(arguments)
+                found["args"].moe_token_dispatcher_type = name
+            return found
+
+        return generate_state_dict
+
+    def follow(module: ModuleType) -> None:
+        if hasattr(module, "generate_state_dict"):
+            replace(module, "generate_state_dict", named)
+
+    when_imported("megatron.training.checkpointing", follow)
 
 
 def before_validation(check: Callable[[Any], None]) -> None:

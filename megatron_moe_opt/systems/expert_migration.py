@@ -28,6 +28,7 @@ from megatron_moe_opt.systems.system import (
     Run,
     SharedOptions,
     System,
+    check_first_pass,
     chosen_by_profile,
     given_flag,
     option,
@@ -171,6 +172,7 @@ def _check(config: Any, options: MigrationOptions, arguments: Any) -> None:
     """Refuses what experts that travel, or tokens that take several hops, do not go with."""
     name = f"{FLAG} {NAME}"
     options.check_travel()
+    check_first_pass(arguments, options.profile if options.chooses_domains else None, f"{PREFIX}domain-sizes")
     check_padding(config, name)
     if (config.expert_tensor_parallel_size or 1) > 1 and options.experts_may_travel:
         raise ConfigurationError(

@@ -92,7 +92,13 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
         ((getattr(config, "dsa_indexer_topk_freq", 1) or 1) > 1, "--dsa-indexer-topk-freq"),
         *(
             (given_flag(arguments, flag), flag)
-            for flag in ("--reset-attention-mask", "--export-kd-teacher-load", "--flextron", *_SAVES)
+            for flag in (
+                "--reset-attention-mask",
+                "--export-kd-teacher-load",
+                "--perform-rl-step",
+                "--flextron",
+                *_SAVES,
+            )  # fmt: skip
         ),
     ):
         if wrong:

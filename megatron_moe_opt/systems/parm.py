@@ -24,6 +24,7 @@ from megatron_moe_opt.systems.system import (
     Run,
     SharedOptions,
     System,
+    check_first_pass,
     chosen_by_profile,
     option,
 )
@@ -66,6 +67,7 @@ def _build(groups: Any, options: ParmOptions, config: Any) -> Any:
 
 
 def _check(config: Any, options: ParmOptions, arguments: Any) -> None:
+    check_first_pass(arguments, options.schedule_profile, f"{PREFIX}parm-schedule")
     if (flag := _takes_copies(options)) is not None and config.sequence_parallel:
         raise ConfigurationError(
             f"{flag} splits what all TP ranks hold, but with --sequence-parallel they hold parts of it: drop one of "

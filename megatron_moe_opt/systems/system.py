@@ -238,6 +238,21 @@ def given_flag(arguments: Any, *flags: str) -> str | None:
     return next((flag for flag in flags if getattr(arguments, flag[2:].replace("-", "_"), None)), None)
 
 
+def check_first_pass(arguments: Any, profile: Path | None, way_out: str) -> None:
+    """Refuses, with ConfigurationError, a choice by a profile for as many tokens as the first pass has, where that is
+    no pass of training.
+
+    Args:
+        profile: None: nothing is chosen by one.
+        way_out: what to give in the profile's place.
+    """
+    if profile is not None and given_flag(arguments, "--perform-rl-step") is not None:
+        raise ConfigurationError(
+            f"{PREFIX}profile {profile} serves a choice for as many tokens as the first pass has, and under "
+            f"--perform-rl-step that is of a rollout: drop it, and give {way_out}"
+        )
+
+
 def chosen_by_profile(variant: str, profile: Path | None) -> dict[str, Any]:
     """Returns the options of `NAME:auto`, which chooses by measurements. Raises ConfigurationError without any."""
     if profile is None:

@@ -708,6 +708,7 @@ def grouped(recompute: bool) -> None:
             ours(hidden_states(0))
             for linear in (ours.experts.linear_fc1, ours.experts.linear_fc2):
                 assert [len(splits) for splits in linear.calls] == [8] and linear.num_gemms == 2
+                assert not linear.is_first_microbatch
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -54,6 +54,29 @@ def test_saves_what_the_paper_says(ranks):
         assert copies * row_bytes <= host <= most * copies * row_bytes, strategy
 
 
+def held_of_inputs() -> list[int]:
+    """Returns the bytes that a pass holds with the experts' first matrices trained, and frozen."""
+    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
+    from tests.ranks.megatron import parallel
+    from tools.bench_memory import Shape, _of_one_step, _settings
+
+    world, device, held = dist.get_world_size(), rank_device(), []
+    with parallel(ep=world):
+        settings = _settings(Shape(HIDDEN, FFN), TOKENS, world, "fp32", f"mpmoe:{PARTITIONS}")
+        layer = layer_under_test(settings, settings.dispatchers[-1], world, device)
+        for is_trained in (True, False):
+            for name, parameter in layer.layer.experts.named_parameters():
+                parameter.requires_grad_(is_trained or "linear_fc1" not in name)
+            held.append(_of_one_step(layer, device).held)
+    return held
+
+
+def test_inputs_that_experts_do_not_save_are_freed(ranks):
+    """As of frozen matrices, or of FP8's, which have saved them in fewer bytes."""
+    found = ranks.run(held_of_inputs)
+    assert sum(trained - frozen for trained, frozen in found) >= 0.99 * len(found) * TOKENS * HIDDEN * 4
+
+
 def held_by_hops() -> list[int]:
     from tests.ranks.megatron import parallel
     from tools.bench_memory import Shape, _settings, measure

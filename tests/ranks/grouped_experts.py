@@ -31,7 +31,7 @@ class GroupedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
-        self.num_gemms, self.calls = num_gemms, []
+        self.num_gemms, self.calls, self.is_first_microbatch = num_gemms, [], True
         for number in range(num_gemms):
             self.register_parameter(f"weight{number}", torch.nn.Parameter(torch.empty(outputs, inputs)))
             init_method(getattr(self, f"weight{number}"))
@@ -40,6 +40,7 @@ class GroupedLinear(torch.nn.Module):
     def forward(self, rows: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, None]:
         assert len(m_splits) == self.num_gemms
         self.calls.append(m_splits)
+        self.is_first_microbatch = False  # as Megatron's does: with fusion, the first one's gradients replace main_grad
         assert not any(getattr(self, f"bias{number}").numel() for number in range(self.num_gemms))
         weights = (getattr(self, f"weight{number}") for number in range(self.num_gemms))
         product = _Fused.apply if self.fuse_wgrad_accumulation else _product

@@ -175,6 +175,7 @@ ROWS: dict[str, list[Case]] = {
     "`--moe-routing-trace-path`, `--reset-attention-mask` or `--export-kd-teacher-load`": _arguments(
         "--moe-routing-trace-path", "--reset-attention-mask", "--export-kd-teacher-load"
     ),
+    "`--perform-rl-step`": _arguments("--perform-rl-step"),
     # what all refuse alike
     "`--num-experts` not given": [Case({"num_moe_experts": None})],
     "`--expert-model-parallel-size` that does not divide `--num-experts`": [Case(arguments={"num_experts": 7})],
@@ -217,10 +218,11 @@ ROWS: dict[str, list[Case]] = {
             {"init_model_with_meta_device": True}, *(case.config for case in QUANTIZED),
         )
     ],
-    "`--save-params-interval`, `--save-wgrads-interval`, `--save-dgrads-interval`, `--save-activations-interval` or "
-    "`--moe-routing-trace-path`, beside `--moe-opt-expert-order`": _arguments(
+    "`--save-params-interval`, `--save-wgrads-interval`, `--save-dgrads-interval`, "
+    "`--save-activations-interval`, `--moe-routing-trace-path` or `--perform-rl-step`, beside "
+    "`--moe-opt-expert-order`": _arguments(
         "--save-params-interval", "--save-wgrads-interval", "--save-dgrads-interval", "--save-activations-interval",
-        "--moe-routing-trace-path", **TOGETHER,
+        "--moe-routing-trace-path", "--perform-rl-step", **TOGETHER,
     ),
     "`--ckpt-format` other than `torch_dist`, or `--non-persistent-ckpt-type local`, with `--save`, beside "
     "`--moe-opt-expert-order`": [

@@ -25,6 +25,7 @@ from megatron_moe_opt.integration import checks, registry
 from megatron_moe_opt.integration.auto import first_step
 from megatron_moe_opt.integration.layer.replicated_tokens import keeps_from_splitting_rows
 from megatron_moe_opt.options import Options, options_help
+from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.versions import megatron_is_before
 from tests.unit.config_cases import MOVES, config, refusal
 
@@ -461,6 +462,34 @@ def test_arguments_are_refused_before_megatron_looks_at_them(monkeypatch, argume
     loop.validate_args(divisible, {})
     assert validated == [divisible]
     checks.check_arguments(SimpleNamespace(num_experts=None, expert_model_parallel_size=1), Options(), True)
+
+
+def test_arguments_in_checkpoints_name_a_dispatcher_that_stock_knows(monkeypatch):
+    """Who makes a model by them may lack the package; the run's own stay what they are."""
+    module = types.ModuleType("megatron.training.checkpointing")
+    module.generate_state_dict = lambda args, model, iteration=None: {"args": args, "iteration": iteration}
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    registry.name_in_checkpoints("alltoall", lambda name: name == "monta")
+    for name, saved in (("monta", "alltoall"), ("allgather", "allgather")):
+        arguments = SimpleNamespace(moe_token_dispatcher_type=name, hidden_size=8)
+        found = module.generate_state_dict(arguments, None, iteration=3)
+        assert found["iteration"] == 3 and vars(found["args"]) == {"moe_token_dispatcher_type": saved, "hidden_size": 8}
+        assert arguments.moe_token_dispatcher_type == name
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "way_out"),
+    [
+        ("parm", Options(profile=Path("cluster.json")), "--moe-opt-parm-schedule"),
+        ("expert-migration", Options(profile=Path("cluster.json")), "--moe-opt-domain-sizes"),
+    ],
+)
+def test_a_choice_for_the_first_pass_is_refused_where_that_is_of_a_rollout(name, options, way_out):
+    arguments = SimpleNamespace(perform_rl_step=True)
+    made = config(name, expert_model_parallel_size=4)
+    sentence = f"and under --perform-rl-step that is of a rollout: drop it, and give {way_out}"
+    with pytest.raises(ConfigurationError, match=sentence):
+        system_of(name).check(made, options, arguments)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,11 @@ def call_experts(
     """
     with _without_fused_gradients(experts):
         if _is_by_expert(experts):
-            return _with_all(experts, of_owners)(tokens, tokens_per_expert, probs)
+            returned = _with_all(experts, of_owners)(tokens, tokens_per_expert, probs)
+            for module in experts.modules():
+                if "is_first_microbatch" in vars(module):  # Megatron's, which the copies have taken note of alone
+                    module.is_first_microbatch = False
+            return returned
         of_owner = tokens_per_expert.view(len(of_owners), -1)
         sizes = of_owner.sum(1).tolist()
         parts = zip(of_owners, tokens.split(sizes), of_owner, probs.split(sizes), strict=True)

@@ -37,6 +37,7 @@ _SAVED_BY_PLACE = (
     "--save-dgrads-interval",
     "--save-activations-interval",  # from megatron-core 0.18 on
     "--moe-routing-trace-path",  # from 0.19 on
+    "--perform-rl-step",  # weights of a reference model
 )
 # Optimizer states by parameter: their experts have numbers. All others are of buckets, whose experts have places.
 _FORMATS_BY_PARAMETER = (None, "fully_reshardable", "fully_sharded_model_space")
@@ -84,7 +85,7 @@ def _check_checkpoints(arguments: Any, path: Path) -> None:
     """
     if (flag := given_flag(arguments, *_SAVED_BY_PLACE)) is not None:
         raise ConfigurationError(
-            f"{FLAG} {path} has experts in other places than their numbers, by which {flag} names what it saves: drop "
+            f"{FLAG} {path} has experts in other places than their numbers, by which {flag} names what it keeps: drop "
             "one of the two"
         )
     if not arguments.save:

@@ -174,7 +174,10 @@ class _Pass:
         for call in self.calls[-how.middle_buffers :]:
             call.free_middle()
         if how.inputs is Restore.KEEP:
-            self.kept = {f"tokens.{j}": buffers.rows(f"tokens.{j}", j) for j in range(len(self.exchanges))}
+            inputs = {f"tokens.{j}": buffers.rows(f"tokens.{j}", j) for j in range(len(self.exchanges))}
+            # Autograd holds those of which experts have saved a part; experts in FP8, or frozen ones, save none.
+            is_saved = how.middle is Restore.KEEP and not self.hands_over
+            self.kept = {name: _without_memory(rows) for name, rows in inputs.items()} if is_saved else inputs
         elif how.inputs is Restore.COMMUNICATE:
             self.rows = packed
         return combined
@@ -338,6 +341,11 @@ class _Pass:
         row = RowBytes(packed, token, shown.middle_row_bytes, returned, outputs, gradients, shown.activation_row_bytes)
         shared = 0 if self.shared is None else self.shared.tokens.nbytes
         return [Moved(rows, row, shared) for rows in self.partitions]
+
+
+def _without_memory(rows: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the same shape and type whose elements are all one."""
+    return rows.new_empty(()).expand(rows.shape)
 
 
 class _Sum:
