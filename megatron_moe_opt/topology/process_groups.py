@@ -89,16 +89,26 @@ def follow_timeouts() -> None:
     """Gives each group the timeout that the group it refines has now."""
     for refined, group in _refined.items():
         if refined in distributed_c10d._world.pg_map:  # not destroyed
-            distributed_c10d._set_pg_timeout(_backend(group).options._timeout, refined)
+            _set_timeout(_backend(group).options._timeout, refined)
+
+
+# Public since PyTorch 2.15.
+_set_timeout = getattr(dist, "set_timeout", distributed_c10d._set_pg_timeout)
 
 
 def _backend(group: ProcessGroup) -> Any:
-    return group._get_backend(torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu"))
+    backend = group._get_backend(torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu"))
+    while hasattr(backend, "wrapped_pg"):  # of TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = backend.wrapped_pg
+    return backend
 
 
 def _nccl_options(backend: Any) -> Any:
-    """Returns the options for a group like this one; None where it is not NCCL's."""
-    if not dist.is_nccl_available() or not isinstance(backend, dist.ProcessGroupNCCL):
+    """Returns the options for a group like this one; None where it is not NCCL's.
+
+    Its class is ProcessGroupNCCL before PyTorch 2.15, and then another, with the same options.
+    """
+    if not dist.is_nccl_available() or not isinstance(backend.options, dist.ProcessGroupNCCL.Options):
         return None
     options = dist.ProcessGroupNCCL.Options()
     for name in _NCCL_SETTINGS:
@@ -120,8 +130,8 @@ def _made_by_members_alone(what: str) -> Iterator[None]:
     PyTorch puts the number of groups that a rank is in into the name of a group that only its members make. Ranks of
     different pipeline stages are in different numbers of groups, and would wait for each other under different names.
     Where init_process_group was given a device, it splits the new group's communicator off that of the whole world: a
-    collective of NCCL over all ranks, for which the members would wait for ever. Without, the communicator is made at
-    its first use, by its own ranks.
+    collective of NCCL over all ranks, for which the members would wait for ever. Without, the communicator is made by
+    its own ranks: at its first use, or from PyTorch 2.15 on at once.
     Since 2.14 PyTorch counts these groups among those that all ranks make, by whose number it names the next: where
     ranks have made more of them than others, the next would have several names, and never be made.
     """

@@ -53,9 +53,9 @@ def test_good_settings_pass(check):
             },
             "add --dist-ckpt-optim-fully-reshardable",
         ),
-        ({"save": None, "save_wgrads_interval": 100}, "by which --save-wgrads-interval names what it saves"),
-        ({"save_activations_interval": 100}, "by which --save-activations-interval names what it saves"),
-        ({"moe_routing_trace_path": "folder"}, "by which --moe-routing-trace-path names what it saves"),
+        ({"save": None, "save_wgrads_interval": 100}, "by which --save-wgrads-interval names what it keeps"),
+        ({"save_activations_interval": 100}, "by which --save-activations-interval names what it keeps"),
+        ({"moe_routing_trace_path": "folder"}, "by which --moe-routing-trace-path names what it keeps"),
         ({"config": {"mtp_num_layers": 1}}, "does not work with --mtp-num-layers"),
         ({"config": {"fp8": "hybrid"}}, "does not work with --fp8-format"),
         (

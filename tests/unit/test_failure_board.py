@@ -20,7 +20,7 @@ from tests.ranks.job import Job, free_port
 
 # Layers of their own numbers: what a rank says about itself must not be taken for what the others say about it.
 RANK = """
-import os, signal, sys, threading, time
+import ctypes, os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 from megatron_moe_opt.runtime.job import failure_board
@@ -39,6 +39,9 @@ with passing(Place(rank + 1, "monta", "forward")), failure_board.told():
             raise ValueError("boom")
         if fault == "end":
             sys.exit()
+        if fault == "abort":  # as PyTorch's watchdogs do, without Python's lock
+            threading.Thread(target=ctypes.CDLL(None).abort).start()
+            time.sleep(60)
         if fault == "longer":  # for which Gloo's thread ends the process, if it may
             dist.recv(torch.zeros(1), 2)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -81,6 +84,7 @@ def end(fault: str, folder: Path, named: bool = True) -> tuple[list[int], list[s
         ("raise", "failed first, in MoE layer 2 (monta, forward): ValueError: boom", True),
         ("raise", "failed first, in MoE layer 2 (monta, forward): ValueError: boom", False),
         ("longer", "failed first, in MoE layer 2 (monta, forward): a thread has died of an exception: ", True),
+        ("abort", "failed first, in MoE layer 2 (monta, forward): a thread has died of SIGABRT, as NCCL's ", True),
         ("kill", "failed first, in MoE layer 3 (monta, forward): it does not answer any more, as rank 2 found: ", True),
     ],
 )
@@ -102,28 +106,29 @@ def test_ranks_that_end_say_nothing(tmp_path: Path):
     assert status == [0, 0, 0] and said == ["", "", ""]
 
 
-@pytest.mark.parametrize("says_so", [True, False])
-def test_groups_of_nccl_are_aborted_in_one_call(monkeypatch: pytest.MonkeyPatch, says_so: bool):
-    calls: list[str] = []
-    backend = SimpleNamespace()
-    if says_so:
-        backend._group_start, backend._group_end = lambda: calls.append("start"), lambda: calls.append("end")
+def test_no_group_of_nccl_is_aborted_behind_another(monkeypatch: pytest.MonkeyPatch):
+    """One may wait for its ranks, and the others are what these wait in."""
+    aborted, goes_on = [], threading.Event()
 
     class Group:
         def __init__(self, name: str, kind: str) -> None:
-            self.kind, self.abort = kind, lambda: calls.append(name)
+            self.name, self.kind = name, kind
 
-        def _get_backend(self, _: object) -> SimpleNamespace:
-            if self.kind == "gloo":
-                raise RuntimeError("no backend for cuda")
-            return backend
+        def abort(self) -> None:
+            if self.name == "experts":
+                goes_on.wait(60)
+            aborted.append(self.name)
 
     groups = [Group("world", "cpu:gloo,cuda:nccl"), Group("on the host", "gloo"), Group("experts", "nccl")]
     monkeypatch.setattr(dist, "get_backend", lambda group: group.kind)
     monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups)))
     failure_board._abort_nccl()
-    aborted = ["experts", "world"]
-    assert calls == (["start", *aborted, "end"] if says_so else aborted)
+    for number, name in enumerate(("world", "experts"), start=1):
+        deadline = time.monotonic() + 60
+        while len(aborted) < number and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert aborted[number - 1 :] == [name]
+        goes_on.set()
 
 
 def test_an_attempt_reads_nothing_of_the_one_before():

@@ -28,13 +28,24 @@ class PlayedNccl:
         self.options = self.Options()
 
 
-def test_nccl_groups_take_over_priority_configuration_and_timeout(monkeypatch: pytest.MonkeyPatch):
-    backend = PlayedNccl()
+class PlayedNccl2:
+    """Stands in for what is behind "nccl" from PyTorch 2.15 on: another class, with the same options."""
+
+    def __init__(self) -> None:
+        self.options = PlayedNccl.Options()
+
+
+@pytest.mark.parametrize("kind", [PlayedNccl, PlayedNccl2])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_nccl_groups_take_over_priority_configuration_and_timeout(monkeypatch, kind: type, is_wrapped: bool):
+    """Also under TORCH_DISTRIBUTED_DEBUG=DETAIL, which wraps them."""
+    backend = kind()
     backend.options.is_high_priority_stream, backend.options.config = True, "at most 16 CTAs"
     backend.options._timeout, backend.options.global_ranks_in_group = timedelta(seconds=7), [0, 2, 4, 6]
     asked = {}
     world = types.SimpleNamespace(bound_device_id=torch.device("cuda", 0))
-    group = types.SimpleNamespace(_get_backend=lambda device: backend if device.type == "cuda" else None)
+    of_group = types.SimpleNamespace(wrapped_pg=backend) if is_wrapped else backend
+    group = types.SimpleNamespace(_get_backend=lambda device: of_group if device.type == "cuda" else None)
 
     def new_group(ranks: list[int], **arguments: object) -> object:
         assert world.bound_device_id is None

@@ -15,13 +15,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -227,7 +226,7 @@ class FailureBoard:
             self._store.add(_SEEN, 1)
         except RuntimeError:
             return  # the store is gone: at the end of the job, or a collective with who served it fails
-        threading.Thread(target=_abort_nccl, daemon=True).start()
+        _abort_nccl()
         deadline = time.monotonic() + GRACE_S
         while not self._raised.wait(POLL_S / 4) and time.monotonic() < deadline:
             for interrupt in _interrupts:
@@ -240,7 +239,7 @@ class FailureBoard:
     def _rest(self, seconds: float) -> bool:
         """Waits. Returns whether there is no more to watch for; ends a process of which a thread has died."""
         if what := _C.uncaught_exception():
-            line = f"a thread has died of an exception: {what.splitlines()[0]}"
+            line = f"a thread has died of {what.splitlines()[0]}"
             # NCCL's watchdog dies of a collective that did not end, for which another rank may be to blame.
             if self.is_up:
                 self.notice(line) if "NCCL" in what else self.report(line)
@@ -275,32 +274,12 @@ def interrupted_by(interrupt: Callable[[], None]) -> None:
 
 
 def _abort_nccl() -> None:
-    """Aborts NCCL's groups alone, as one call of NCCL, in which none waits for another, and the last made first: as
-    PyTorch does where it aborts all. Gloo's abort ends nothing that waits: there sends and receives are interrupted,
-    and other collectives are not.
+    """Aborts NCCL's groups alone, the last made first, none of them behind another: one may wait for its ranks. Gloo's
+    abort ends nothing that waits: there sends and receives are interrupted, and other collectives are not.
     """
     pg_map = dist.distributed_c10d._world.pg_map
-    groups = [group for group in reversed(list(pg_map)) if "nccl" in dist.get_backend(group)]
-    with _one_call_of_nccl(groups):
-        for group in groups:
-            group.abort()
-
-
-@contextmanager
-def _one_call_of_nccl(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-    """Has NCCL take the calls of the block for one, where a backend of these groups can say so."""
-    try:
-        backend = groups[0]._get_backend(torch.device("cuda")) if groups else None
-    except RuntimeError:  # none for CUDA
-        backend = None
-    can_say = hasattr(backend, "_group_start") and hasattr(backend, "_group_end")
-    if can_say:
-        backend._group_start()
-    try:
-        yield
-    finally:
-        if can_say:
-            backend._group_end()
+    for group in [group for group in reversed(list(pg_map)) if "nccl" in dist.get_backend(group)]:
+        threading.Thread(target=group.abort, daemon=True).start()
 
 
 _board: FailureBoard | None = None
