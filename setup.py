@@ -53,5 +53,8 @@ class CMakeBuild(build_ext):
         subprocess.run([cmake, "--install", str(build_dir)], check=True)
 
 
+has_torch = find_spec("torch") is not None
+if os.environ.get("MOE_OPT_CUDA") == "ON" and not has_torch:
+    sys.exit("MOE_OPT_CUDA=ON builds for PyTorch, which is not here: install it, and give --no-build-isolation to pip")
 extension = Extension("megatron_moe_opt._C", sources=[])
-setup(ext_modules=[extension] if find_spec("torch") else [], cmdclass={"build_ext": CMakeBuild})
+setup(ext_modules=[extension] if has_torch else [], cmdclass={"build_ext": CMakeBuild})

@@ -38,7 +38,8 @@ def names_used(tree: ast.Module) -> set[Name]:
             known[node.targets[0].id] = (module,)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             words = node.value.split(".")
-            found |= {(node.value,)} if words[0] == "megatron" and all(map(str.isidentifier, words[1:])) else set()
+            is_module = words[0] == "megatron" and all(map(str.isidentifier, words[1:]))
+            found |= {(node.value,)} if is_module and words[1:2] != ["bridge"] else set()  # another package's
 
     def owner(node: ast.expr) -> Name:
         if isinstance(node, ast.Attribute):

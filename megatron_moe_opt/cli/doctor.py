@@ -131,7 +131,7 @@ def _megatron() -> Iterator[Finding]:
     wanted = f"pip install 'megatron-core>={_dotted(OLDEST_MEGATRON)},<0.{NEWEST_MEGATRON[1] + 1}'"
     version = megatron_version()
     if version is None:
-        yield Finding("megatron-core", "not installed", wanted)
+        yield Finding("megatron-core", "not installed", f"{wanted}, or put a checkout of Megatron-LM on PYTHONPATH")
     elif supports_megatron(version):
         yield Finding("megatron-core", f"{version} (supported)")
     else:
@@ -140,7 +140,7 @@ def _megatron() -> Iterator[Finding]:
 
 def _optional_libraries() -> Iterator[Finding]:
     for subject, module, use in (
-        ("Transformer Engine", "transformer_engine", "stock permute fusion and grouped experts"),
+        ("Transformer Engine", "transformer_engine", "the recipes, stock permute fusion and grouped experts"),
         ("Apex", "apex", "fused optimizers"),
     ):
         if find_spec(module) is None:

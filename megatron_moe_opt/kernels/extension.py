@@ -16,7 +16,8 @@ from megatron_moe_opt.errors import ExtensionError
 # CMakeLists.txt compiles it into the extension.
 ABI = 15
 
-HOW_TO_BUILD = "build it with `pip install --no-build-isolation -e .` in the megatron-moe-opt checkout"
+_FOR_GPUS = "MOE_OPT_CUDA=ON " if torch.version.cuda else ""
+HOW_TO_BUILD = f"build it with `{_FOR_GPUS}pip install --no-build-isolation -e .` in the megatron-moe-opt checkout"
 
 
 def load_extension() -> ModuleType:

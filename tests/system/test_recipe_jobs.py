@@ -117,6 +117,8 @@ def test_shellcheck():
 @pytest.mark.parametrize(
     ("sizes", "capability", "queues"),
     [
+        ("--tensor-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "9.0", "32"),
+        ("--context-parallel-size 2 --use-megatron-fsdp", "9.0", "32"),
         ((1, 1), "9.0", "32"),
         ((2, 1), "9.0", "1"),
         ((1, 2), "8.0", "1"),

@@ -57,7 +57,8 @@ def test_megatron_version(megatron_version, version, supported):
 
 def test_megatron_absent(megatron_version):
     megatron_version(None)
-    assert _finding("megatron-core").mend == "pip install 'megatron-core>=0.16,<0.21'"
+    wanted = "pip install 'megatron-core>=0.16,<0.21', or put a checkout of Megatron-LM on PYTHONPATH"
+    assert _finding("megatron-core").mend == wanted
     code, text = _doctor()
     assert code == 1 and "Training cannot run yet: mend megatron-core." in text
 

@@ -34,7 +34,9 @@ def built_with(**changes):
 
 def sentence(excinfo):
     text = str(excinfo.value)
-    assert text.endswith("build it with `pip install --no-build-isolation -e .` in the megatron-moe-opt checkout.")
+    for_gpus = "MOE_OPT_CUDA=ON " * bool(torch.version.cuda)
+    command = f"{for_gpus}pip install --no-build-isolation -e ."
+    assert text.endswith(f"build it with `{command}` in the megatron-moe-opt checkout.")
     assert "\n" not in text
     return text
 
