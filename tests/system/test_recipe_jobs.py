@@ -115,24 +115,24 @@ def test_shellcheck():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "capability", "queues"),
+    ("sizes", "more", "capability", "queues"),
     [
-        ("--tensor-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "9.0", "32"),
-        ("--context-parallel-size 2 --use-megatron-fsdp", "9.0", "32"),
-        ((1, 1), "9.0", "32"),
-        ((2, 1), "9.0", "1"),
-        ((1, 2), "8.0", "1"),
-        ((2, 1), "10.0", "32"),
-        ((2, 2), None, "1"),
+        ((1, 1), (), "9.0", "32"),
+        ((2, 1), (), "9.0", "1"),
+        ((1, 2), (), "8.0", "1"),
+        ((2, 1), (), "10.0", "32"),
+        ((2, 2), (), None, "1"),
+        ((2, 1), ("--overlap-moe-expert-parallel-comm",), "9.0", "32"),
+        ((1, 2), ("--use-megatron-fsdp",), "9.0", "32"),
     ],
 )
-def test_one_hardware_queue_only_where_megatron_demands_it(cluster, sizes, capability, queues):
+def test_one_hardware_queue_only_where_megatron_demands_it(cluster, sizes, more, capability, queues):
     if capability is not None:
         command = cluster.notes.parent / "bin" / "nvidia-smi"
         command.write_text(f"#!/bin/bash\necho {capability}\n")
         command.chmod(0o755)
     tp, cp = map(str, sizes)
-    flags = ("--tensor-model-parallel-size", tp, "--context-parallel-size", cp)
+    flags = ("--tensor-model-parallel-size", tp, "--context-parallel-size", cp, *more)
     assert cluster.job(*flags, SAVES="500000").returncode == 0
     assert cluster.note("environment")[0].split()[-1] == queues
     assert cluster.job(*flags, SAVES="500000", CUDA_DEVICE_MAX_CONNECTIONS="4").returncode == 0
