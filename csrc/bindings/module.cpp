@@ -62,5 +62,6 @@ PYBIND11_MODULE(_C, m) {
   define(m, "select_cpu_kernels", [](const std::string& name) { return cpu::select_kernels(name.c_str()); });
   define(m, "keep_uncaught_exceptions", keep_uncaught_exceptions);
   define(m, "uncaught_exception", uncaught_exception);
+  define(m, "let_end", let_end);
   define(m, "host_pool_stats", host_pool_stats);
 }

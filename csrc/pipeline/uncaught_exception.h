@@ -13,4 +13,7 @@ void keep_uncaught_exceptions();
 // What it was: "an exception: " with its message, or SIGABRT; empty: there has been none.
 std::string uncaught_exception();
 
+// Has such a thread go on to the end of the process as if nobody had looked, with the handlers that were there before.
+void let_end();
+
 }  // namespace moe_opt

@@ -14,10 +14,12 @@ from megatron_moe_opt.errors import ExtensionError
 
 # Number of the interface between this package and csrc/bindings. Raise it with every change of a bound function;
 # CMakeLists.txt compiles it into the extension.
-ABI = 15
+ABI = 16
 
-_FOR_GPUS = "MOE_OPT_CUDA=ON " if torch.version.cuda else ""
-HOW_TO_BUILD = f"build it with `{_FOR_GPUS}pip install --no-build-isolation -e .` in the megatron-moe-opt checkout"
+HOW_TO_BUILD = (
+    "build it with `pip install --no-build-isolation -e .` in the megatron-moe-opt checkout, for GPUs with "
+    "MOE_OPT_CUDA=ON before it"
+)
 
 
 def load_extension() -> ModuleType:

@@ -89,11 +89,7 @@ def follow_timeouts() -> None:
     """Gives each group the timeout that the group it refines has now."""
     for refined, group in _refined.items():
         if refined in distributed_c10d._world.pg_map:  # not destroyed
-            _set_timeout(_backend(group).options._timeout, refined)
-
-
-# Public since PyTorch 2.15.
-_set_timeout = getattr(dist, "set_timeout", distributed_c10d._set_pg_timeout)
+            _backend(refined)._set_default_timeout(_backend(group).options._timeout)
 
 
 def _backend(group: ProcessGroup) -> Any:

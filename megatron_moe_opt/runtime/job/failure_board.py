@@ -114,6 +114,7 @@ class FailureBoard:
         which may wait for ever.
         """
         self._stopped.set()
+        _C.let_end()
         if self.first is not None:
             self._exit()
         if self._served_by_rank == self.rank and self._answered(lambda: self._store.set(_ALARM, _END)):
@@ -226,7 +227,7 @@ class FailureBoard:
             self._store.add(_SEEN, 1)
         except RuntimeError:
             return  # the store is gone: at the end of the job, or a collective with who served it fails
-        _abort_nccl()
+        threading.Thread(target=_abort_nccl, daemon=True).start()
         deadline = time.monotonic() + GRACE_S
         while not self._raised.wait(POLL_S / 4) and time.monotonic() < deadline:
             for interrupt in _interrupts:
@@ -245,6 +246,9 @@ class FailureBoard:
                 self.notice(line) if "NCCL" in what else self.report(line)
             else:
                 print(f"moe-opt: error: rank {self.rank}: {line}", file=sys.stderr, flush=True)
+            if what.startswith("SIGABRT"):  # whose other handlers may say where it was, or a core is written
+                _C.let_end()
+                time.sleep(GRACE_S)
             self._exit()
         return self._stopped.wait(seconds)
 

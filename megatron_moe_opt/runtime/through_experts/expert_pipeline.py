@@ -344,7 +344,7 @@ class _Pass:
 
 
 def _without_memory(rows: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of the same shape and type whose elements are all one."""
+    """Returns a tensor of the same shape and type whose elements are one in memory, and mean nothing."""
     return rows.new_empty(()).expand(rows.shape)
 
 
