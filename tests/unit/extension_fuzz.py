@@ -369,6 +369,7 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "select_cpu_kernels": lambda draw: [draw.choice(("generic", "avx2", "avx512", "best", "", "a\0b", "\udc80"))],
     "keep_uncaught_exceptions": lambda draw: [],
     "uncaught_exception": lambda draw: [],
+    "let_end": lambda draw: [],
     "host_pool_stats": lambda draw: [],
 }  # fmt: skip
 

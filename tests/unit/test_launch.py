@@ -111,7 +111,7 @@ def test_a_stale_extension_ends_in_one_sentence(script, monkeypatch, capsys):
     assert caught.value.code == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("moe-opt: error: The compiled extension of megatron-moe-opt is stale")
-    assert message.endswith("rebuild it with `pip install --no-build-isolation -e .` in the megatron-moe-opt checkout.")
+    assert "rebuild it with `pip install --no-build-isolation -e .` in the megatron-moe-opt checkout" in message
 
 
 def test_a_gpu_that_pytorch_cannot_use_is_not_passed_over(script, monkeypatch, capsys):
