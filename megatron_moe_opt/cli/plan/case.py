@@ -28,7 +28,6 @@ from megatron_moe_opt.planning.training.throughput import Throughput, throughput
 from megatron_moe_opt.row_format import Wire, narrower
 from megatron_moe_opt.topology.expansion import Expansion, choose
 
-GIB = 2**30
 FITS = 0.9
 """The part of a GPU's memory that may be planned with: workspaces and buffers of NCCL are not counted."""
 

@@ -11,10 +11,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from megatron_moe_opt.cli.console import progress_console, table_of
-from megatron_moe_opt.cli.plan.case import FITS, GIB, Case
+from megatron_moe_opt.cli.plan.case import FITS, Case
 from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, check_model, site_of
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS
+from megatron_moe_opt.planning.costs.known_clusters import GIB, KNOWN_CLUSTERS
 from megatron_moe_opt.planning.planner import bound_and_stock, candidates
 from megatron_moe_opt.planning.training.arrangements import Arrangement, arrangements
 from megatron_moe_opt.planning.training.memory import (

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console, say, say_written, table_of
 from megatron_moe_opt.cli.plan.advice import advice, does_not_fit, expansion_advice
-from megatron_moe_opt.cli.plan.case import GIB, Case
+from megatron_moe_opt.cli.plan.case import Case
 from megatron_moe_opt.cli.plan.layout_search import Wanted, layouts_table, search
 from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, site_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
@@ -22,6 +22,7 @@ from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK
 from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
+from megatron_moe_opt.planning.costs.known_clusters import GIB
 from megatron_moe_opt.planning.predicting.baselines import baselines
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
