@@ -67,11 +67,11 @@ def _layer(hidden: int, ffn: int, experts: int, topk: int, ep: int, expert_tp: i
 
 
 SHAPES = (
-    Shape(Links("200mbit", "1600mbit", 1), _layer(512, 512, 8, 4, ep=2), (256, 512, 1024, 1536)),
-    Shape(Links("300mbit", "2400mbit", 2), _layer(384, 512, 8, 4, ep=2, expert_tp=2), (128, 256, 512, 1024)),
-    Shape(Links("200mbit", "1600mbit", 2), _layer(320, 320, 16, 6, ep=4), (128, 256, 512, 768)),
-    Shape(Links("250mbit", "2000mbit", 2), _layer(448, 448, 8, 2, ep=2, expert_tp=2), (128, 256, 512, 1024)),
-    Shape(Links("250mbit", "2000mbit", 1, nodes=4), _layer(416, 416, 8, 2, ep=4), (128, 256, 512, 1024)),
+    Shape(Links("100mbit", "800mbit", 1), _layer(512, 1536, 8, 4, ep=2), (128, 256, 384, 512)),
+    Shape(Links("100mbit", "800mbit", 2), _layer(384, 1280, 8, 4, ep=2, expert_tp=2), (64, 128, 256, 384)),
+    Shape(Links("100mbit", "800mbit", 2), _layer(320, 640, 16, 6, ep=4), (96, 160, 256, 384)),
+    Shape(Links("100mbit", "800mbit", 2), _layer(448, 1344, 8, 2, ep=2, expert_tp=2), (128, 192, 256, 512)),
+    Shape(Links("100mbit", "800mbit", 1, nodes=4), _layer(416, 1248, 8, 2, ep=4), (128, 256, 384, 512)),
 )
 
 

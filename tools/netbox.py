@@ -47,7 +47,8 @@ SILENCE_S = 60.0  # without a byte, after which a measurement gives up
 GRACE_S = 5.0  # what other nodes get to report a failure by themselves, and ranks to end on SIGTERM
 
 MIN_RATE = 10_000_000  # bits/s; below it the bucket's burst is no longer small against a second of traffic
-MIN_BURST = 128 * 1024  # bytes; a packet on lo has up to 65550, and tbf drops what is larger than its burst
+LINK_PACKET, INSIDE_PACKET = 16 * 1024, 64 * 1024  # bytes of the largest packets; the kernel's own are of 64 KiB
+MIN_PACKETS = 2  # in a bucket, which drops a packet that is larger, and passes as much at once after a pause
 BURST_S = 1e-3  # at high rates the bucket must bridge a timer's delay
 MAX_NODES = 64
 
@@ -122,9 +123,9 @@ class Shape:
         return f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.ranks_per_node} ranks, {', '.join(rates)}"
 
 
-def burst_bytes(rate_bits: int) -> int:
+def burst_bytes(rate_bits: int, packet: int) -> int:
     """Depth of the token bucket for a rate: at least two of the largest packets, or a millisecond of traffic."""
-    return max(MIN_BURST, int(rate_bits / 8 * BURST_S))
+    return max(MIN_PACKETS * packet, int(rate_bits / 8 * BURST_S))
 
 
 def off_by_too_much(asked: float, measured: float) -> bool:
@@ -191,8 +192,8 @@ def clean() -> int:
     return len(leftovers)
 
 
-def _shape(namespace: str, device: str, rate_bits: int) -> None:
-    bucket = ["rate", f"{rate_bits}bit", "burst", f"{burst_bytes(rate_bits)}b", "latency", "400ms"]
+def _shape(namespace: str, device: str, rate_bits: int, packet: int) -> None:
+    bucket = ["rate", f"{rate_bits}bit", "burst", f"{burst_bytes(rate_bits, packet)}b", "latency", "400ms"]
     _command("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *bucket)
 
 
@@ -218,12 +219,12 @@ def cluster(shape: Shape) -> Iterator[list[str]]:
             _command("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
             _command("ip", "-n", node, "addr", "add", f"{shape.address(i)}/24", "dev", "eth0")
             _command("ip", "-n", node, "link", "set", "lo", "up")
-            _command("ip", "-n", node, "link", "set", "eth0", "up")
+            _command(*f"ip -n {node} link set eth0 gso_max_size {LINK_PACKET} up".split())
             for name, value in CONGESTION.items():
                 _command("ip", "netns", "exec", node, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}")
-            _shape(node, "eth0", shape.inter_bits)
-            _shape(switch, port, shape.inter_bits)
-            _shape(node, "lo", shape.intra_bits)
+            _shape(node, "eth0", shape.inter_bits, LINK_PACKET)
+            _shape(switch, port, shape.inter_bits, LINK_PACKET)
+            _shape(node, "lo", shape.intra_bits, INSIDE_PACKET)
         yield nodes
     finally:
         before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in STOPPING_SIGNALS}

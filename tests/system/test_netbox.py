@@ -139,9 +139,14 @@ def passed(nodes: list[str]) -> dict[str, int]:
     return counted
 
 
+def burst_bytes(rate_bits: int) -> int:
+    """Depth of the bucket that SHAPE's links, or its insides, have for their rate."""
+    return netbox.burst_bytes(rate_bits, {INTER: netbox.LINK_PACKET, INTRA: netbox.INSIDE_PACKET}[rate_bits])
+
+
 def least_seconds(size: int, rate_bits: int) -> float:
     """What bytes take at the least through a bucket that is full at first (1 % for the clock of the kernel)."""
-    return 0.99 * (size - netbox.burst_bytes(rate_bits)) * 8 / rate_bits
+    return 0.99 * (size - burst_bytes(rate_bits)) * 8 / rate_bits
 
 
 def transfer(nodes: list[str], senders: list[int], receiver: int, size: int) -> tuple[float, dict[str, int]]:
@@ -208,7 +213,7 @@ def test_every_device_has_a_bucket_of_its_rate():
             qdisc = qdiscs(namespace)[device]
             assert expected.items() <= qdisc.items(), (namespace, device)
             assert qdisc["options"]["rate"] == bits // 8
-            assert qdisc["options"]["burst"] == pytest.approx(netbox.burst_bytes(bits), rel=0.01)
+            assert qdisc["options"]["burst"] == pytest.approx(burst_bytes(bits), rel=0.01)
 
 
 def test_nodes_send_alike_on_every_machine():

@@ -25,10 +25,13 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_moe_opt.integration.patching import replace
 from megatron_moe_opt.runtime.engine.collectives import (
     Waitable,
+    check_counts,
     named_errors,
     start_all_gather_rows,
+    start_exchange_on_gloo,
     start_reduce_scatter_rows,
 )
+from megatron_moe_opt.runtime.engine.steps import blocks_of
 
 # Collectives that take (..., group=, async_op=) and need nothing but a name on their errors.
 NAMED = ("all_gather_into_tensor", "all_to_all", "broadcast", "gather", "reduce", "scatter")
@@ -292,10 +295,16 @@ def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapts all_to_all_single: Megatron passes split sizes as numpy arrays, and torch takes lists of int."""
+    """Replaces all_to_all_single by the exchange that our own all-to-alls are on Gloo, so that stock's and ours take
+    the links alike: Gloo's own sends to a rank before it says that it will receive, and then the one direction waits
+    for the other. Megatron passes split sizes as numpy arrays.
+    """
 
-    def ints(sizes: Sequence[int] | None) -> list[int] | None:
-        return None if sizes is None else [int(size) for size in sizes]
+    def counts(sizes: Sequence[int] | None, rows: torch.Tensor, group: Any) -> list[int]:
+        size = dist.get_world_size(group)
+        given = [rows.shape[0] // size] * size if sizes is None or not len(sizes) else [int(count) for count in sizes]
+        check_counts("all_to_all_single", given, rows.shape[0], group, "split sizes")
+        return given
 
     def all_to_all_single(
         output: torch.Tensor,
@@ -305,11 +314,12 @@ def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
         group: Any = None,
         async_op: bool = False,
     ) -> HostWork | None:
+        if dist.get_rank(group) < 0:  # torch's own warns
+            return original(output, input, output_split_sizes, input_split_sizes, group, async_op)
+        receive, send = counts(output_split_sizes, output, group), counts(input_split_sizes, input, group)
         with named_errors("all_to_all_single", group):
-            work = original(
-                output, input, ints(output_split_sizes), ints(input_split_sizes), group=group, async_op=True
-            )
-        return None if work is None else _hand_over(HostWork("all_to_all_single", group, work), async_op)
+            work = start_exchange_on_gloo("all_to_all", input, blocks_of(send), output, receive, group)
+        return _hand_over(HostWork("all_to_all_single", group, work), async_op)
 
     return all_to_all_single
 

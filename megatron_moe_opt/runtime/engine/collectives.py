@@ -134,33 +134,34 @@ def _on_gloo(group: dist.ProcessGroup | None) -> bool:
 failure_board.interrupted_by(_C.give_up_waits)
 
 
-def _exchange_on_gloo(
+def start_exchange_on_gloo(
     collective: str,
     sent: torch.Tensor,
     send: Sequence[tuple[int, int]],
+    received: torch.Tensor,
     receive_counts: Sequence[int],
     group: dist.ProcessGroup | None,
-) -> tuple[torch.Tensor, Waitable]:
+) -> Waitable:
     """Starts to move rows send[p] (first, number) of `sent` to each rank p of the group, and receive_counts[p] rows
-    from it: the rows received, in rank order, and what waits for them.
+    from it into `received`, in rank order. Returns what waits for them.
 
     Args:
         collective: what a TrafficCounter counts it as.
     """
     group = group or dist.group.WORLD
-    received = empty((sum(receive_counts), *sent.shape[1:]), sent.dtype, sent.device)
     row_bytes = sent[:1].numel() * sent.element_size()
     count_issued(collective, group, [rows * row_bytes for _, rows in send])
     exchange = _C.exchange(group, sent.detach(), list(send), received, blocks_of(receive_counts))
     exchange.begin()
-    return received, exchange
+    return exchange
 
 
 def _equal(counts: list[int] | None) -> bool:
     return counts is None or all(count == counts[0] for count in counts)
 
 
-def _check_counts(op: str, counts: list[int], rows: int, group: dist.ProcessGroup | None, what: str) -> None:
+def check_counts(op: str, counts: list[int], rows: int, group: dist.ProcessGroup | None, what: str) -> None:
+    """Raises ValueError where `counts` are not one for each rank of the group, that add up to `rows`."""
     if len(counts) != dist.get_world_size(group) or sum(counts) != rows:
         raise ValueError(
             f"{op}: {what} {counts} must hold one count for each of the {dist.get_world_size(group)} ranks"
@@ -182,14 +183,15 @@ def start_all_to_all_rows(
     Returns:
         A PendingRows of [sum(receive_counts), ...], the blocks in rank order.
     """
-    _check_counts("all_to_all_rows", send_counts, rows.shape[0], group, "send_counts")
+    check_counts("all_to_all_rows", send_counts, rows.shape[0], group, "send_counts")
     rows = rows.contiguous()
     with named_errors("all_to_all_rows", group):
-        if _on_gloo(group):
-            received, work = _exchange_on_gloo("all_to_all", rows, blocks_of(send_counts), receive_counts, group)
-            return PendingRows("all_to_all_rows", group, work, lambda: received)
         received = empty((sum(receive_counts), *rows.shape[1:]), rows.dtype, rows.device)
-        work = dist.all_to_all_single(received, rows, receive_counts, send_counts, group=group, async_op=True)
+        if _on_gloo(group):
+            blocks = blocks_of(send_counts)
+            work = start_exchange_on_gloo("all_to_all", rows, blocks, received, receive_counts, group)
+        else:
+            work = dist.all_to_all_single(received, rows, receive_counts, send_counts, group=group, async_op=True)
     return PendingRows("all_to_all_rows", group, work, lambda: received)
 
 
@@ -218,11 +220,11 @@ def start_all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: d
     if len(counts) != size or counts[rank] != rows.shape[0]:
         raise ValueError(f"all_gather_rows: counts {counts} do not fit rank {rank} of {size} with {rows.shape[0]} rows")
     with named_errors("all_gather_rows", group):
-        if _on_gloo(group):
-            gathered, work = _exchange_on_gloo("all_gather", rows, [(0, rows.shape[0])] * size, counts, group)
-            return PendingRows("all_gather_rows", group, work, lambda: gathered)
         gathered = empty((sum(counts), *rows.shape[1:]), rows.dtype, rows.device)
-        if _equal(counts):
+        if _on_gloo(group):
+            everything = [(0, rows.shape[0])] * size
+            work = start_exchange_on_gloo("all_gather", rows, everything, gathered, counts, group)
+        elif _equal(counts):
             work = dist.all_gather_into_tensor(gathered, rows, group=group, async_op=True)
         else:
             work = dist.all_gather(list(gathered.split(counts)), rows, group=group, async_op=True)
@@ -253,11 +255,13 @@ def start_reduce_scatter_rows(
         if rows.shape[0] % size:
             raise ValueError(f"reduce_scatter_rows: {rows.shape[0]} rows cannot be shared equally by {size} ranks")
         counts = [rows.shape[0] // size] * size
-    _check_counts("reduce_scatter_rows", counts, rows.shape[0], group, "counts")
+    check_counts("reduce_scatter_rows", counts, rows.shape[0], group, "counts")
     kept = (counts[rank], *rows.shape[1:])
     with named_errors("reduce_scatter_rows", group):
         if _on_gloo(group):
-            parts, work = _exchange_on_gloo("reduce_scatter", rows, blocks_of(counts), [counts[rank]] * size, group)
+            parts = empty((size * counts[rank], *rows.shape[1:]), rows.dtype, rows.device)
+            blocks = blocks_of(counts)
+            work = start_exchange_on_gloo("reduce_scatter", rows, blocks, parts, [counts[rank]] * size, group)
             return PendingRows("reduce_scatter_rows", group, work, lambda: sum_in_rank_order(parts.view(size, *kept)))
         total = empty(kept, rows.dtype, rows.device)
         if _equal(counts):
