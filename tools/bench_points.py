@@ -67,11 +67,11 @@ def _layer(hidden: int, ffn: int, experts: int, topk: int, ep: int, expert_tp: i
 
 
 SHAPES = (
-    Shape(Links("100mbit", "800mbit", 1), _layer(512, 896, 8, 4, ep=2), (128, 256, 384, 512)),
-    Shape(Links("100mbit", "800mbit", 2), _layer(384, 1024, 8, 4, ep=2, expert_tp=2), (64, 128, 256, 384)),
-    Shape(Links("100mbit", "800mbit", 2), _layer(320, 512, 16, 6, ep=4), (128, 192, 256, 384)),
-    Shape(Links("100mbit", "800mbit", 2), _layer(448, 896, 8, 2, ep=2, expert_tp=2), (128, 192, 256, 512)),
-    Shape(Links("100mbit", "800mbit", 1, nodes=4), _layer(416, 832, 8, 2, ep=4), (128, 192, 256, 512)),
+    Shape(Links("50mbit", "400mbit", 1), _layer(512, 1536, 8, 4, ep=2), (96, 128, 192, 256)),
+    Shape(Links("50mbit", "400mbit", 2), _layer(384, 1280, 8, 4, ep=2, expert_tp=2), (64, 96, 128, 192)),
+    Shape(Links("50mbit", "400mbit", 2), _layer(320, 640, 16, 6, ep=4), (64, 96, 128, 192)),
+    Shape(Links("50mbit", "400mbit", 2), _layer(448, 1344, 8, 2, ep=2, expert_tp=2), (96, 128, 192, 256)),
+    Shape(Links("50mbit", "400mbit", 1, nodes=4), _layer(416, 1248, 8, 2, ep=4), (96, 128, 192, 256)),
 )
 
 
