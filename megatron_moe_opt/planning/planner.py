@@ -143,8 +143,4 @@ def _stock(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
     if layer.workload.tp > 1:
         yield Refusal(ALLTOALL, "stock Megatron does not train MoE layers under TP without sequence parallelism")
         return
-    # As its collectives were measured, with both directions of a link in turn; and not faster than both at once.
-    both_ways = layer.workload.rows_of(layer.skew.both_ways)
-    exchanges = (both_ways, layer.stock_costs), (layer.exchanged, layer.costs)
-    predictions = [layer.played(ALLTOALL, layer.stock_timelines(rows, costs), STOCK) for rows, costs in exchanges]
-    yield max(predictions, key=lambda one: one.seconds)
+    yield layer.played(ALLTOALL, layer.stock_timelines(layer.exchanged, layer.costs), STOCK)

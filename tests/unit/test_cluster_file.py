@@ -32,7 +32,6 @@ CLUSTER = Cluster(
     compute_sharing=1.9,
     saa=((65536, 0.004), (1048576, 0.05)),
     expert_gemm=ExpertGemm(4, 8, "fp32", points=((16, 1e-3), (32, 1.5e-3)), training=((16, 3e-3),)),
-    stock_curves={(Kind.ALL_TO_ALL, "ep"): ((65536, 0.003), (2097152, 0.16))},
     gpu_settings={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     host={"cpus": 2, "device": "an [odd]  name"},
     software={"torch": "2.13.0"},
@@ -108,12 +107,13 @@ def test_a_file_from_before_what_was_added_later(tmp_path):
     file = tmp_path / "cluster.json"
     CLUSTER.save(file)
     content = json.loads(file.read_text())
-    del content["saa"], content["expert_gemm"]["training"], content["partition_overhead"], content["stock_curves"]
+    del content["saa"], content["expert_gemm"]["training"], content["partition_overhead"]
     del content["compute_sharing"], content["warnings"], content["curves"][0]["bus"]
     content["slowdown"][0]["beside"] = "intra"  # as it was written when there was always one
+    content["stock_curves"] = content["curves"][1:]  # which nothing reads any more
     file.write_text(json.dumps(content))
     gemm = replace(CLUSTER.expert_gemm, training=None)
-    older = replace(CLUSTER, saa=None, expert_gemm=gemm, partition_overhead=0.0, compute_sharing=1.0, stock_curves={})
+    older = replace(CLUSTER, saa=None, expert_gemm=gemm, partition_overhead=0.0, compute_sharing=1.0)
     older = replace(older, warnings=())
     assert Cluster.load(file) == older
 

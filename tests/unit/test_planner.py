@@ -19,7 +19,7 @@ from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, 
 from megatron_moe_opt.row_format import Wire
 from megatron_moe_opt.schedules.mpmoe import token_shares
 from megatron_moe_opt.schedules.parm import JOINT
-from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane
 from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION
 from megatron_moe_opt.systems.expert_migration import fastest_domains
 from megatron_moe_opt.topology.layouts import Layout
@@ -282,23 +282,6 @@ def test_encoding_and_decoding_costs_what_was_measured_or_copies_of_as_many_byte
     for kind, times in experts.items():
         assert seconds_by(kind, 25.0) == pytest.approx(1e-9 * layer.expert_bytes * times, rel=1e-3)
         assert seconds_by(kind, 1.0) == 0
-
-
-def test_stock_takes_what_its_own_collectives_take():
-    slow = cluster(stock_curves={(Kind.ALL_TO_ALL, "ep"): line(2e-3, 12.5 * MB)})
-    before, after = (by_variant(candidates(LAYER, measured)[0]) for measured in (cluster(), slow))
-    ours = [op for op in stock_exchanges() if op.group == "ep"]
-    more = sum(slow.costs().curve(op).seconds(op.size) for op in ours)  # twice as long: as much again
-    assert after[ALLTOALL].seconds == pytest.approx(before[ALLTOALL].seconds + more)
-    assert {one.seconds for name, one in after.items() if name != ALLTOALL} == {
-        one.seconds for name, one in before.items() if name != ALLTOALL
-    }
-
-
-def stock_exchanges() -> list[Op]:
-    """Returns the exchanges of LAYER: four passes of rows, two with their probabilities."""
-    own = 2048 * 1024 * 4
-    return [Op(Kind.ALL_TO_ALL, Lane.INTER, size=size, group="ep") for size in [own] * 4 + [2048 * 4] * 2]
 
 
 def test_experts_that_travel_are_copied_and_run_once_for_every_owner():

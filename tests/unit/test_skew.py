@@ -45,13 +45,6 @@ def test_the_busiest_rank_decides_on_links_of_its_own_and_the_busiest_node_on_sh
     assert Skew(2.0, ROWS, cluster(2.0, nodes=(0, 0, 0, 0))).exchanged == 2.0  # no message leaves a node
 
 
-def test_both_ways_in_turn_a_busy_rank_sends_less():
-    rows = (2.0, 2.0, 4.0, 8.0)  # of 4 origins each: 6 arrive at the last rank from others, 2 leave it; 3 do on average
-    assert Skew(2.0, rows, cluster(1.0)).both_ways == pytest.approx((6 + 2) / (3 + 3))
-    assert Skew(1.5, (), cluster(nodes=(0, 1), ep=2)).both_ways == pytest.approx(1.0)
-    assert Skew(2.0, rows, cluster(2.0)).both_ways == pytest.approx(1.0)  # two nodes with a link each
-
-
 def test_rows_of_ranks_are_those_of_one_layer():
     assert most_uneven_layer([[1.0, 5.0], [1.0, 0.0], [2.0, 1.0]]) == (5.0, 0.0, 1.0)
     assert most_uneven_layer([[3.0], [1.0]]) == (3.0, 1.0)

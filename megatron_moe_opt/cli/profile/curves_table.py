@@ -65,11 +65,7 @@ def _named_curves(cluster: Cluster) -> dict[str, tuple[Points, Bus | None]]:
         f"{kind.value} {', '.join(name or '' for name in names)}".strip(): (points, bus_of(cluster, kind, names[0]))
         for (kind, points), names in groups.items()
     }
-    of_stock = {
-        f"{kind.value} {group} as stock": (points, bus_of(cluster, kind, group))
-        for (kind, group), points in cluster.stock_curves.items()
-    }
-    return curves | of_stock | ({} if cluster.saa is None else {"SAA": (cluster.saa, None)})
+    return curves | ({} if cluster.saa is None else {"SAA": (cluster.saa, None)})
 
 
 def _of_bus(bus: Bus | None, size: int, seconds: float) -> tuple[str, str]:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from itertools import cycle
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
 from megatron_moe_opt.integration.measuring.meter import Load, Sized, SizedPipeline
-from megatron_moe_opt.kernels import ChunkList, empty
+from megatron_moe_opt.kernels import ChunkList
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows, reduce_scatter_rows
 from megatron_moe_opt.runtime.engine.steps import Steps
@@ -145,22 +144,6 @@ def reduce_scatter(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Lo
         return Sized(number * rows.bytes, exchange_and_sum)
 
     return Load(Kind.REDUCE_SCATTER, lane, role, sized)
-
-
-def stock_all_to_all(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
-    """Returns an all-to-all as Megatron's own dispatcher calls it: torch.distributed's, the whole message, into fresh
-    memory.
-
-    On Gloo that is not `all_to_all`'s pace: it posts sends before receives, so that of two ranks that are not in step
-    one sends when the other has finished.
-    """
-
-    def exchange(sent: torch.Tensor) -> torch.Tensor:
-        received = empty(sent.shape, sent.dtype, sent.device)
-        dist.all_to_all_single(received, sent, group=group)
-        return received
-
-    return _whole(Kind.ALL_TO_ALL, rows, group, role, lane, exchange)
 
 
 def gather_experts(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:

@@ -21,7 +21,6 @@ from megatron_moe_opt.integration.measuring.megatron_moves import (
     groups_of_one_rank,
     megatron_groups,
     moves_of_groups,
-    stock_moves,
 )
 from megatron_moe_opt.integration.measuring.meter import LEAST_OPS, Busy, Load, Meter
 from megatron_moe_opt.integration.measuring.partitions import partition_overhead
@@ -46,8 +45,8 @@ GEMM_ROWS = tuple(16 * 2**power for power in range(13))  # up to 65536
 # choices rest most, are measured further.
 LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
 EXPERT_GROUPS = ("ep", "expert-tp", JOINT)
-STOCK_SHARES, SLOWDOWN_SHARES = 2, 3
-"""How many shares of the time a curve of stock's gets, and the measurement of lanes side by side."""
+SLOWDOWN_SHARES = 3
+"""How many shares of the time the measurement of lanes side by side gets."""
 PART_OF_ROOM = 1 / 8
 """The part of the memory that is free on a GPU which one op may take: lanes side by side have one each."""
 NOISE = 0.25
@@ -114,10 +113,9 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         experts_travel = world.expert_tp == 1 < world.ep  # those that are cut do not
         moves = domain_moves(rows, domains, sizes.workers, experts_travel) + moves_of_groups(rows, groups, nodes)
         groups |= domains
-        of_stock = stock_moves(rows, groups)
         codec = [loads.codec(rows, kind) for kind in Kind if kind in CODEC and sizes.codec and experts_travel]
-        measured = _Measured(meter, seconds, moves, groups, STOCK_SHARES * len(of_stock) + len(codec), room)
-        parts = [*(str(load) for load in (*moves, *codec)), *(f"{load} of stock" for load in of_stock), *_LAST_PARTS]
+        measured = _Measured(meter, seconds, moves, groups, len(codec), room)
+        parts = [*(str(load) for load in (*moves, *codec)), *_LAST_PARTS]
         next_part = iter(range(len(parts)))
 
         def begin() -> None:
@@ -131,10 +129,6 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         for load in codec:
             begin()
             of_codec[load.kind, load.group] = measured.curve(load, _fitting(LOCAL_SIZES, _BUFFERS, room), str(load))
-        stock_curves = {}
-        for load in of_stock:
-            begin()
-            stock_curves[load.kind, load.group] = measured.collective(load, STOCK_SHARES, f"{load} of stock")
         begin()
         expert = one_expert(rows, ffn_hidden, alone, sizes.fused)
         experts = [loads.expert_gemm(rows, expert, training) for training in (False, True)]
@@ -160,7 +154,6 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
             expert_gemm=ExpertGemm(sizes.hidden, ffn_hidden, sizes.dtype, gemm, training),
             compute_sharing=sharing,
             local_work=local,
-            stock_curves=stock_curves,
             gpu_settings=gpu_settings() if device.type == "cuda" else None,
             host=machine(device),
             software=software(),
@@ -222,18 +215,15 @@ class _Measured:
         self._known: dict[Hashable, Points] = {}
 
     def add(self, load: Load) -> None:
+        """Measures the curve of a move, unless that of a like one is known; of whole messages it has fewer sizes."""
         key = self._key(load)
         if key not in self._known:
-            self._known[key] = self.collective(load)
+            of_experts = [self._ranks[role] for role in EXPERT_GROUPS if role in self._ranks]
+            further = self._ranks.get(load.group) in of_experts
+            longest = LONGEST_SECONDS_OF_EXPERTS if further else LONGEST_SECONDS
+            sizes = self._sizes[::3] if load.is_whole else self._sizes
+            self._known[key] = self._doubted(str(load), self._meter.curve(load, sizes, self.share(), longest))
         self.curves[load.kind, load.group] = self._known[key]
-
-    def collective(self, load: Load, shares: int = 1, name: str | None = None) -> Points:
-        """Returns the curve of a move; that of whole messages gets further with fewer sizes."""
-        of_experts = [self._ranks[role] for role in EXPERT_GROUPS if role in self._ranks]
-        further = self._ranks.get(load.group) in of_experts
-        longest = LONGEST_SECONDS_OF_EXPERTS if further else LONGEST_SECONDS
-        sizes = self._sizes[::3] if load.is_whole else self._sizes
-        return self._doubted(name or str(load), self._meter.curve(load, sizes, self.share(shares), longest))
 
     def curve(self, load: Load, sizes: Sequence[int], name: str) -> Points:
         return self._doubted(name, self._meter.curve(load, sizes, self.share(), LONGEST_SECONDS))

@@ -82,10 +82,3 @@ def moves_of_groups(rows: Rows, groups: Mapping[str, ProcessGroup], nodes: NodeM
             if role in groups and groups[role].size() > 1:
                 moves += [collective(rows, groups[role], role, lane) for collective in collectives]
     return moves
-
-
-def stock_moves(rows: Rows, groups: Mapping[str, ProcessGroup]) -> list[Load]:
-    """Returns the moves that are not as fast when stock Megatron calls them."""
-    if "ep" not in groups or groups["ep"].size() == 1:
-        return []
-    return [loads.stock_all_to_all(rows, groups["ep"], "ep", Lane.INTER)]

@@ -98,8 +98,6 @@ class Cluster:
     local_work: Mapping[str, Points] = field(default_factory=dict)
     """What a layer does with its rows besides exchanging and computing them, forward and backward: by STOCK or OURS,
     seconds over bytes of the rows that a rank exchanges in one pass of combine. Empty: not measured."""
-    stock_curves: Mapping[tuple[Kind, str | None], Points] = field(default_factory=dict)
-    """The curves of collectives as stock Megatron calls them. What is not here takes as long as in `curves`."""
     gpu_settings: Facts | None = None
     """The settings of the ranks' environment, see gpu_settings.py; None where there was no GPU, or it is not known."""
     one_queue: bool = False
@@ -121,6 +119,7 @@ class Cluster:
         """
         root = JsonPlace.root(Path(file))
         root.check_format(FORMAT, VERSION, "moe-opt profile", "measure the cluster")
+        # stock_curves: of files from when stock's all-to-all was Gloo's own on the host; nothing reads them.
         top = root.fields(
             "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
             optional=["partition_overhead", "saa", "compute_sharing", "local_work", "stock_curves", "gpu_settings",
@@ -136,7 +135,6 @@ class Cluster:
             expert_gemm=top["expert_gemm"].given(_expert_gemm),
             compute_sharing=top["compute_sharing"].given(JsonPlace.positive, 1.0),
             local_work=top["local_work"].given(_local_work, {}),
-            stock_curves=top["stock_curves"].given(_curves, {}),
             gpu_settings=top["gpu_settings"].given(facts),
             measured_for=top["measured_for"].given(facts, {}),
             host=facts(top["host"]),
@@ -166,7 +164,6 @@ class Cluster:
             "expert_gemm": asdict(self.expert_gemm) if self.expert_gemm else None,
             "compute_sharing": self.compute_sharing,
             "local_work": dict(self.local_work),
-            "stock_curves": self._as_list(self.stock_curves),
         }
         write_text_whole(file, _one_line_a_point(json.dumps(content, indent=2)) + "\n")
 

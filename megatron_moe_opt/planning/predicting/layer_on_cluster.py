@@ -63,8 +63,6 @@ class LayerOnCluster:
         self.workload, self.cluster, self.below, self.has_room = workload, cluster, below, has_room
         self._costs: dict[int, Costs] = {}
         self.costs = cluster.costs() if cluster.expert_gemm is None else self.expert_costs
-        of_stock = {key: CostCurve(points) for key, points in cluster.stock_curves.items()}
-        self.stock_costs = Costs({**self.costs.curves, **of_stock}, self.costs.overhead)
         self.links = LinkBytes(cluster, stationary(workload.workers) if workload.workers else None)
         self.skew = Skew(workload.imbalance, workload.rank_rows, cluster)
         self.exchanged = workload.rows_of(self.skew.exchanged)

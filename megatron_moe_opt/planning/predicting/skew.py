@@ -94,16 +94,6 @@ class Skew:
         busiest = self._imbalance if domains is None else self.of_regions(domains, domains.levels - 1)
         return self._of_nodes(busiest, rows, self._cluster.compute_sharing) if rows else busiest
 
-    @cached_property
-    def both_ways(self) -> float:
-        """Returns what `exchanged` returns, but where a link carries what leaves, then what arrives (Gloo's
-        all_to_all_single): a rank that gets more, of as many rows from everybody, sends the others less.
-        """
-        world = self._cluster.world
-        nodes = len({world.nodes[rank] for rank in self._groups[0]})
-        ends = nodes if self._rows and nodes > 1 and link_sharing(self._cluster) > 1 else world.ep
-        return (ends + self.exchanged * (ends - 2)) / (2 * (ends - 1)) if ends > 1 else 1.0
-
     def of_regions(self, domains: ExpertDomains, level: int) -> float:
         """Returns the rows of the busiest region over the mean, of the regions into which the domains of the levels
         down to `level` cut an expert-parallel group.
