@@ -6,6 +6,7 @@ import os
 import re
 import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -165,7 +166,13 @@ def uneven_collectives(dtype):
     assert torch.equal(gather_from_sequence_parallel_region(own_rows, group=group, output_split_sizes=COUNTS), gathered)
     stock = reduce_scatter_to_sequence_parallel_region(mine, group=group, input_split_sizes=COUNTS)
     assert torch.equal(stock, reduced)
+    stock = torch.empty_like(received)
+    dist.all_to_all_single(stock, mine, np.array([COUNTS[rank]] * 4), np.array(COUNTS), group=group)
+    assert torch.equal(stock, received)
     even = everyone[:, :8]
+    stock = torch.empty_like(even[rank])
+    dist.all_to_all_single(stock, even[rank], group=group)
+    assert torch.equal(stock, torch.cat([other.chunk(4)[rank] for other in even]))
     stock = reduce_scatter_to_sequence_parallel_region(even[rank], group=group)
     assert torch.equal(stock, reduce_scatter_rows(even[rank], group))
     assert torch.equal(all_gather_rows(even[rank], group), even.flatten(0, 1))
@@ -190,6 +197,9 @@ def issued():
         lambda: start_all_gather_rows(torch.ones(1 + rank, 3), [1, 2, 3, 4], group),
         lambda: start_reduce_scatter_rows(torch.ones(8, 3), None, group),
         lambda: start_all_to_all_rows(torch.ones(10, 3), [1 + rank] * 4, [1, 2, 3, 4], group),
+        lambda: dist.all_to_all_single(  # stock Megatron's call
+            torch.ones(4 + 4 * rank, 3), torch.ones(10, 3), [1 + rank] * 4, [1, 2, 3, 4], group, async_op=True
+        ),
     ):
         with profile(record_shapes=True) as profiled:
             pending = start()
@@ -205,9 +215,9 @@ def issued():
 def test_all_transfers_of_a_collective_are_under_way_at_once_receives_first(ranks):
     """Else large messages go one direction after the other. Every rank begins with another one."""
     for rank, found in enumerate(ranks.run(issued)):
-        assert [[name for name, _ in of_one] for of_one in found] == [["gloo:recv"] * 3 + ["gloo:send"] * 3] * 4
+        assert [[name for name, _ in of_one] for of_one in found] == [["gloo:recv"] * 3 + ["gloo:send"] * 3] * 5
         assert [(rows - 1 - rank) % 4 for _, rows in found[1][:3]] == [3, 2, 1]
-        assert [(rows - 1 - rank) % 4 for _, rows in found[3][3:]] == [1, 2, 3]
+        assert found[3] == found[4] and [(rows - 1 - rank) % 4 for _, rows in found[3][3:]] == [1, 2, 3]
 
 
 def no_rows():
