@@ -143,4 +143,4 @@ def _stock(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
     if layer.workload.tp > 1:
         yield Refusal(ALLTOALL, "stock Megatron does not train MoE layers under TP without sequence parallelism")
         return
-    yield layer.played(ALLTOALL, layer.stock_timelines(layer.exchanged, layer.costs), STOCK)
+    yield layer.played(ALLTOALL, layer.stock_timelines(), STOCK)

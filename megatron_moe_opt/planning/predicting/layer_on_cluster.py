@@ -241,14 +241,14 @@ class LayerOnCluster:
             timelines=tuple(in_order),
         )
 
-    def stock_timelines(self, rows: int, costs: Callable[[Op], float]) -> list[Timeline]:
+    def stock_timelines(self) -> list[Timeline]:
         """Returns stock's passes, op by op: O1's, and the probabilities in messages of their own."""
         one, timelines = self.workload, []
-        for number, exchanged in enumerate(training_passes(rows, one.row_bytes, one.row_bytes)):
+        for number, exchanged in enumerate(training_passes(self.exchanged, one.row_bytes, one.row_bytes)):
             schedule = exchanged.schedule("O1", even_chunks(exchanged.exchanged, one.etp, 1), one.ep, one.etp)
             ops = list(schedule.ops)
             if number in _WITH_PROBS:
                 collectives = [op for op in schedule.ops if op.kind in COLLECTIVES]
                 ops += [replace(op, size=op.size * PROB_BYTES // one.row_bytes) for op in collectives]
-            timelines.append(Timeline.in_turn(f"stock {exchanged.direction}", ((op, costs(op)) for op in ops)))
+            timelines.append(Timeline.in_turn(f"stock {exchanged.direction}", ((op, self.costs(op)) for op in ops)))
         return timelines
