@@ -51,7 +51,7 @@ def test_a_point_is_judged_by_the_medians_of_its_rounds(tmp_path):
     file_of(tmp_path, point).write_text(json.dumps(asdict(FOUND) | {"point": point.name}))
     lines = list(bench_points.table(tmp_path))
     assert any(
-        line.startswith("| uniform, 256 | 400 | `mpmoe:2`: 300 | `mpmoe:2:hops`: 200 | 2.00 (2.00-2.50) |")
+        line.startswith(f"| uniform, {point.tokens} | 400 | `mpmoe:2`: 300 | `mpmoe:2:hops`: 200 | 2.00 (2.00-2.50) |")
         and line.endswith("| 100 | 50 | 160 | 1.19 | 180, 170: 1.06 |")
         for line in lines
     )
