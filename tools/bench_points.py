@@ -6,8 +6,8 @@
 Five layouts and shapes, four sizes, even and Zipf-distributed routing; at each, `auto` plans, tries and settles by
 itself, and all that it tried and the two best predicted variants of every system, and of each whose tokens hop, are
 timed in interleaved rounds (tools/bench_choice.py). Sizes are such that an expert gets 64 to 256 rows: fewer take as
-long on a CPU, as weights are read from memory all the same. Links are so slow that they, and not the cores which move
-bytes and compute, are what limits on a machine of two.
+long on a CPU, as weights are read from memory all the same. Links are so slow that at most sizes they are what limits
+on a machine of two cores, and not these, which move bytes and compute.
 """
 
 from __future__ import annotations
