@@ -182,6 +182,7 @@ def _made_up():
             _bulge(meter, played, loads[Lane.COPY]),
             measured.curve(loads[Lane.COPY], (1, 2, 4), seconds=0.0, longest=90.0),
             _latency(meter, played, loads[Lane.COPY]),
+            _knee(meter, played, loads[Lane.COPY]),
             *_disturbed_ends(meter, played, loads[Lane.COPY]),
         )
 
@@ -234,6 +235,15 @@ def _latency(meter, played, load):
     return found
 
 
+def _knee(meter, played, load):
+    """Measures where ops take 50 ms up to 8 bytes, and as much longer as they have more from there on."""
+    undisturbed = played.cost
+    played.cost = lambda op: 0.05 * max(1.0, op.size / 8)
+    curve = meter.Meter(rank_device()).curve(load, (1, 2, 4, 8, 16, 32), seconds=60.0, longest=90.0)
+    played.cost = undisturbed
+    return curve
+
+
 def _bulge(meter, played, load):
     """Measures where every op takes 40 ms besides, and the first measurement of 20 bytes is
     disturbed: none is slower a byte.
@@ -249,10 +259,8 @@ def _bulge(meter, played, load):
 def test_measured_times_are_those_of_the_slowest_rank(ranks):
     answers = ranks.run(_made_up)
     assert all(answer == answers[0] for answer in answers)
-    pipeline, curve, long_ops, undisturbed, disturbed, (disturbed_curve, noise), bulge, hurried, latency, *ends = (
-        answers[0]
-    )
-    late, lasting, whole = ends
+    pipeline, curve, long_ops, undisturbed, disturbed, (disturbed_curve, noise), bulge, hurried, *others = answers[0]
+    latency, knee, late, lasting, whole = others
     # 20 and 40 ms beside each other, and not until the 40 ms of the time before are over
     assert pipeline == ((30, pytest.approx(0.04)),)
     assert [size for size, _ in curve] == [10, 20, 40]  # 9000 would take 18 s an op, more than there is time for
@@ -266,6 +274,8 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
     assert [size for size, _ in hurried] == [1, 2]  # one point would say nothing of larger sizes, whatever the time
     # What does not depend on the size is not measured at every one, and a first call is not of the time
     assert latency == [([1, 2, 16, 32], False), ([1, 2], True)]
+    # Where time does depend on it from somewhere on, this is found: 8 takes no longer than 2, so that 4 need not be asked
+    assert knee == tuple((size, pytest.approx(0.05 * max(1.0, size / 8))) for size in (1, 2, 8, 16, 32))
     # What takes longer than the line between its neighbours is measured again
     assert [seconds for _, seconds in bulge] == pytest.approx([0.06, 0.08, 0.12])
     # The last size is measured again even when the time is up, and left out if that does not help: larger sizes follow

@@ -34,7 +34,8 @@ DIP = 0.1
 # ops would take longer than this together.
 SECOND_SIZE_SECONDS = 1.0
 # A size that takes less than FLAT times as long as the one before it shows what an op takes besides its bytes, as the
-# sizes up to LEAP times as large would: these are passed over, so that the time reaches those where bytes count.
+# sizes up to LEAP times as large would: these are passed over, so that the time reaches those where bytes count. From
+# there the sizes in between are measured after all, the largest first, down to one that is flat.
 FLAT = 1.25
 LEAP = 8
 MOST_PIPELINES = 16  # of a run: each has buffers of its own
@@ -152,9 +153,11 @@ class Meter:
         time_of(first, None)
         end = self.elapsed() + seconds
         at_first = time_of(first, None)
+        passed_over: list[int] = []
         for size in sizes:
             may_leap = _is_flat(points) and LEAP * points[-1][1] < longest
             if may_leap and size < LEAP * points[-1][0] and size != sizes[-1]:
+                passed_over.append(size)
                 continue
             sized = sized_for(size) if points else first
             if points and sized.size <= points[-1][0]:
@@ -170,6 +173,13 @@ class Meter:
                 if points and took > expected and (is_dip or self.elapsed() + took * LEAST_OPS < end):
                     took = min(took, time_of(sized, expected))
             points.append((sized.size, took))
+            # Bytes begin to count somewhere in a leap, and a straight line over all of it would not show where.
+            landed = len(points) - 1
+            while passed_over and not _is_flat(points[: landed + 1]) and self.elapsed() + took * LEAST_OPS < end:
+                between = sized_for(passed_over.pop())
+                if points[landed - 1][0] < between.size < points[landed][0]:
+                    points.insert(landed, (between.size, time_of(between, points[landed][1])))
+            passed_over.clear()
             if took > longest:
                 break
         for index in range(1, len(points) - 1):
