@@ -90,8 +90,8 @@ class WrappedRouter(torch.nn.Module):
 def test_training_is_stocks(ranks, tmp_path, layout, dispatchers):
     """`dispatchers` tells of each whether routers are wrapped."""
     order = write_order(tmp_path / "order.json", layout["ep"], 1)
-    # Without the loss of a rank's batch, of which netmoe makes another one. From batch 70 on no token's second and third
-    # expert are closer than 5e-5; in batch 2 a pair is 7e-7 apart, so that on some processors rounding chooses.
+    # Without the loss of a rank's batch, of which netmoe makes another one. From batch 70 on a token's second and third
+    # experts are 5e-5 apart at least; in batch 2 two are 7e-7 apart: on some processors rounding chooses.
     common = {"layout": layout, "steps": 3, "moe_aux_loss_coeff": 0.0, "first_batch": 70}
     stock = ranks.run(train, dispatcher="alltoall", order=None, **common)[0]
     for dispatcher, wraps in dispatchers.items():

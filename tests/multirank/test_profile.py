@@ -18,6 +18,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.systems.parm import PARM
 from tests.ranks.devices import rank_device
 
@@ -96,7 +97,7 @@ def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
         (lane, frozenset({beside})) for lane, beside in pairs
     }
     assert all(0 < rate <= 1 for rate in cluster.slowdown.values())
-    assert cluster.overhead >= 0 and cluster.partition_overhead >= 0 and cluster.compute_sharing >= 1
+    assert cluster.overhead >= 0 and min(cluster.expert_overhead) >= 0 and cluster.compute_sharing >= 1
     gemm = cluster.expert_gemm
     assert (gemm.hidden, gemm.ffn_hidden) == (64, 32 // world.expert_tp)
     assert [rows for rows, _ in gemm.points] == [rows for rows, _ in gemm.training] == [16, 32]
@@ -274,7 +275,7 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
     assert [size for size, _ in hurried] == [1, 2]  # one point would say nothing of larger sizes, whatever the time
     # What does not depend on the size is not measured at every one, and a first call is not of the time
     assert latency == [([1, 2, 16, 32], False), ([1, 2], True)]
-    # Where time does depend on it from somewhere on, this is found: 8 takes no longer than 2, so that 4 need not be asked
+    # Where time does depend on it from somewhere on, this is found: 8 takes no longer than 2, so that 4 is not measured
     assert knee == tuple((size, pytest.approx(0.05 * max(1.0, size / 8))) for size in (1, 2, 8, 16, 32))
     # What takes longer than the line between its neighbours is measured again
     assert [seconds for _, seconds in bulge] == pytest.approx([0.06, 0.08, 0.12])
@@ -304,36 +305,48 @@ def test_saa_is_compared_with_its_collectives_one_after_the_other(ranks):
         assert point.ratios == tuple(aas / saa for aas, saa in zip(point.aas, point.saa, strict=True))
 
 
-def _partition_overhead(hidden: int, step: float) -> tuple[list[int], int, float]:
-    """Returns the experts of the layers that it builds, the steps that it runs, and what it finds;
-    each step takes so long.
+def _expert_overhead(hidden: int, longer: float, seconds: float = 1.0) -> tuple[list[int], int, tuple[float, float]]:
+    """Returns the experts of the layers that it builds, the steps that it runs, and what it finds where each partition
+    is computed so much longer than predicted, and twice that backward.
     """
     from types import SimpleNamespace
 
-    from megatron_moe_opt.integration.measuring import meter
-    from megatron_moe_opt.integration.measuring import partitions as profile_partitions
+    from megatron_moe_opt.integration.measuring import meter, partitions
     from megatron_moe_opt.integration.measuring import under_test as moe_layer
+    from megatron_moe_opt.runtime.engine import recording
     from tests.ranks.megatron import parallel
 
     built, steps = [], []
+    predicted = [
+        Timeline.in_turn(kind.value, [(Op(kind, Lane.COMPUTE), curve)] * partitions.COUNT)
+        for kind, curve in ((Kind.COMPUTE, 0.1), (Kind.GRADIENT, 0.2))
+    ]
+
+    def step():
+        steps.append(0.4)
+        for number, timeline in enumerate(predicted, start=1):
+            times = [(span.start, span.end + number * longer) for span in timeline.spans]
+            recording.note(timeline.schedule, times, recording.clock().now())
 
     def layer_under_test(settings, name, ep, device):
         built.append(settings.experts)
-        return SimpleNamespace(step=lambda: steps.append(step))
+        return SimpleNamespace(step=step, clear_grads=lambda: None)
 
     cluster = SimpleNamespace(world=World((0, 0, 1, 1), ep=4))
     with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
         patch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: sum(steps)))
         patch.setattr(moe_layer, "layer_under_test", layer_under_test)
-        patch.setattr(profile_partitions, "LayerOnCluster", lambda *_: None)
-        patch.setattr(profile_partitions, "candidate", lambda *_: SimpleNamespace(terms={}))
-        found = profile_partitions.partition_overhead(cluster, 1, hidden, 1024, "fp32", rank_device(), 0.1, {})
+        patch.setattr(partitions, "LayerOnCluster", lambda *_: None)
+        patch.setattr(partitions, "candidate", lambda *_: SimpleNamespace(timelines=predicted))
+        found = partitions.expert_overhead(cluster, 1, hidden, 1024, "fp32", rank_device(), seconds, {})
     return built, len(steps), found
 
 
-def test_the_layers_of_the_partition_overhead_take_little_memory_and_time(ranks):
-    assert [answer[:2] for answer in ranks.run(_partition_overhead, hidden=1024, step=0.0)] == [([16, 16], 20)] * 4
-    # An expert of 128 MiB: two layers, weights and gradients, make 512 MiB. A turn of two steps takes 0.12 s.
-    assert [answer[:2] for answer in ranks.run(_partition_overhead, hidden=16384, step=0.06)] == [([8, 8], 4)] * 4
-    (built, _, _), *_ = ranks.run(_partition_overhead, hidden=65536, step=0.0)
-    assert built == [4, 4]  # one a rank at least
+def test_what_experts_take_longer_in_partitions_is_measured_with_little_memory_and_time(ranks):
+    # An expert of 8 MiB: four a rank; a step takes 0.4 s of 1.
+    found = ranks.run(_expert_overhead, hidden=1024, longer=0.01)
+    assert found == [([16], 3, (pytest.approx(0.01 / 4), pytest.approx(0.02 / 4)))] * 4
+    # An expert of 256 MiB, with its gradient 512: two a rank. However little time there is, a step behind the first.
+    assert ranks.run(_expert_overhead, hidden=32768, longer=-0.01, seconds=0.0) == [([8], 2, (0.0, 0.0))] * 4
+    (built, _, _), *_ = ranks.run(_expert_overhead, hidden=131072, longer=0.0)
+    assert built == [4]  # one a rank at least

@@ -141,11 +141,23 @@ def test_more_to_hide_means_more_partitions_and_little_means_none():
     assert tight.variant.count(":") == 2 and tight.parts >= 4
 
 
-def test_what_partitions_take_besides_their_ops_makes_them_fewer():
-    without, dear = chosen(10**5), chosen(10**5, dataclasses.replace(CLUSTER, partition_overhead=1.0))
+def test_what_experts_take_besides_in_each_partition_makes_them_fewer():
+    alone = dataclasses.replace(CLUSTER, slowdown={})
+    without, dear = (chosen(10**5, dataclasses.replace(alone, expert_overhead=one)) for one in ((0, 0), (0.4, 0.6)))
     assert without.chosen.parts > dear.chosen.parts == 1
     for one, more in zip(without.among, dear.among, strict=True):
-        assert more.variant == one.variant and more.seconds - one.seconds == pytest.approx(one.parts - 1)
+        if one.variant.count(":") == 1:  # no memory reuse, which calls some again
+            computing, longer = (sum(each.busy(Lane.COMPUTE) for each in of.timelines) for of in (one, more))
+            assert longer - computing == pytest.approx(one.parts * LAYER.local_experts)
+
+
+def test_links_that_take_longer_hide_it():
+    fast = ExpertGemm(64, 128, "fp32", ((16, 1e-6), (1600, 4e-5)), ((16, 2.5e-6), (1600, 13e-5)))
+    alone = dataclasses.replace(CLUSTER, slowdown={}, expert_gemm=fast)
+    without, dear = (chosen(10**5, dataclasses.replace(alone, expert_overhead=one)) for one in ((0, 0), (1e-4, 2e-4)))
+    longer = {one.variant: more.seconds - one.seconds for one, more in zip(without.among, dear.among, strict=True)}
+    in_all = 3e-4 * LAYER.local_experts
+    assert longer["mpmoe:1"] == pytest.approx(in_all) and longer["mpmoe:8"] < 0.3 * 8 * in_all
 
 
 def test_a_budget_has_to_hold_the_most_rows_that_share_the_choice():

@@ -100,7 +100,7 @@ LAYOUTS = {
     "tokens that 4 TP ranks share": (dataclasses.replace(LAYER, tp=4), cluster()),
     "lanes that disturb each other, and partitions with a price": (
         LAYER,
-        cluster(partition_overhead=0.1),
+        cluster(expert_overhead=(0.1, 0.2)),
     ),
     "EP 8 over two levels": migrating(64),
     "placed samples": (dataclasses.replace(LAYER, placement_saving=0.4), cluster()),

@@ -23,7 +23,7 @@ from megatron_moe_opt.integration.measuring.megatron_moves import (
     moves_of_groups,
 )
 from megatron_moe_opt.integration.measuring.meter import LEAST_OPS, Busy, Load, Meter
-from megatron_moe_opt.integration.measuring.partitions import partition_overhead
+from megatron_moe_opt.integration.measuring.partitions import expert_overhead
 from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.measuring.undisturbed import undisturbed
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, Points, World
@@ -163,8 +163,8 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         if world.ep * world.expert_tp == 1:
             return cluster  # no partitions
         of_layer = sizes.hidden, sizes.ffn_hidden, sizes.dtype
-        overhead = partition_overhead(cluster, world.tp, *of_layer, device, measured.seconds_left(), sizes.fused)
-        return replace(cluster, partition_overhead=overhead)
+        besides = expert_overhead(cluster, world.tp, *of_layer, device, measured.seconds_left(), sizes.fused)
+        return replace(cluster, expert_overhead=besides)
 
 
 _LAST_PARTS = ("expert", "all_to_all beside all_gather", "lanes side by side", "rows on the rank", "partitions")

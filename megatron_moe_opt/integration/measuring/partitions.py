@@ -1,26 +1,31 @@
-"""What every further partition of mpmoe's pipeline takes besides its ops."""
+"""What an expert takes besides its curve in each partition of mpmoe's pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings, torch_dtype
-from megatron_moe_opt.integration.measuring.meter import Meter
-from megatron_moe_opt.planning.choosing.choice import schedule_seconds
+from megatron_moe_opt.integration.measuring.meter import CALLS, Meter
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.runtime.engine.recording import recording
 from megatron_moe_opt.schedules.mpmoe import NONE
+from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.systems.mpmoe import candidate
+from megatron_moe_opt.topology.agreement import known_to_all
 
-COUNTS = (1, 8)
+COUNT = 4
 TOKENS, TOPK, EXPERTS_OF_A_RANK = 256, 2, 4
 MOST_BYTES = 2**30
-"""The most bytes of both layers' weights and gradients on a rank. Of larger experts there are fewer, one at least."""
+"""The most bytes of the layer's weights and gradients on a rank. Of larger experts there are fewer, one at least."""
 
 
-def partition_overhead(
+def expert_overhead(
     cluster: Cluster,
     tp: int,
     hidden: int,
@@ -29,30 +34,49 @@ def partition_overhead(
     device: torch.device,
     seconds: float,
     fused: Mapping[str, bool],
-) -> float:
-    """Returns the seconds a further partition, forward and backward, by which a small layer takes longer in many than
-    its ops say: calls of the experts, sums of their weights' gradients, lanes that wait for each other.
+) -> tuple[float, float]:
+    """Returns the seconds by which an expert takes longer in a partition of a small layer, forward and backward, than
+    simulated by its curve, which is of calls that follow each other: here its weights have left the caches since the
+    last partition, gradients of weights are summed, and links are busy.
 
     A collective call over the world, in Megatron's groups of the cluster's sizes.
 
     Args:
-        cluster: what else was measured; without a partition_overhead.
+        cluster: what else was measured; without an expert_overhead.
         ffn_hidden: of a whole expert.
-        seconds: to measure for. A turn more than that where the links are slow.
+        seconds: to measure for. A step more than that where the links are slow.
         fused: see measure.Sizes.
     """
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
 
-    world = cluster.world
-    names = [f"mpmoe:{count}" for count in COUNTS]
+    world, meter = cluster.world, Meter(device)
     bytes_of_one = 2 * hidden * ffn_hidden // world.expert_tp * torch_dtype(dtype).itemsize
-    fitting = MOST_BYTES // (len(names) * 2 * bytes_of_one)  # with their gradients
-    experts = max(1, min(EXPERTS_OF_A_RANK, fitting)) * world.ep
+    here = max(1, min(EXPERTS_OF_A_RANK, MOST_BYTES // (2 * bytes_of_one)))  # with their gradients
+    experts, variant = here * world.ep, f"mpmoe:{COUNT}"
     topk, sizes = min(TOPK, experts), (tp, world.ep, world.expert_tp)
-    settings = LayerSettings(tuple(names), TOKENS, hidden, ffn_hidden, experts, topk, *sizes, dtype)
-    layers = [layer_under_test(settings, name, world.ep, device, **fused) for name in names]
-    in_one, in_many = Meter(device).calls([layer.step for layer in layers], seconds)
-    layer = LayerOnCluster(settings.workload(world.ep), cluster)
-    one, many = (schedule_seconds(candidate(layer, count, NONE)) for count in COUNTS)
-    longer = (in_many - in_one) - (many - one)
-    return max(0.0, longer / (COUNTS[1] - COUNTS[0]))
+    settings = LayerSettings((variant,), TOKENS, hidden, ffn_hidden, experts, topk, *sizes, dtype)
+    layer = layer_under_test(settings, variant, world.ep, device, **fused)
+    steps: list[tuple[float, float]] = []
+    for step in range(CALLS + 1):
+        if step > 1 and meter.elapsed() > seconds:
+            break
+        layer.clear_grads()
+        dist.barrier()
+        with recording() as timelines:
+            layer.step()
+        steps.append(_computing(timelines))
+    of_all_ranks = [step for of_rank in known_to_all(steps[1:]) for step in of_rank]
+    measured = [statistics.median(of_pass) for of_pass in zip(*of_all_ranks, strict=True)]
+    simulated = candidate(LayerOnCluster(settings.workload(world.ep), cluster), COUNT, NONE).timelines
+    longer = [took - curve for took, curve in zip(measured, _computing(simulated), strict=True)]
+    forward, backward = (max(0.0, one / (COUNT * here)) for one in longer)
+    return forward, backward
+
+
+def _computing(timelines: Sequence[Timeline]) -> tuple[float, float]:
+    """Returns the seconds in which experts are computed, forward and backward."""
+    spans = [span for timeline in timelines for span in timeline.spans]
+    forward, backward = (
+        sum(span.end - span.start for span in spans if span.op.kind is kind) for kind in (Kind.COMPUTE, Kind.GRADIENT)
+    )
+    return forward, backward

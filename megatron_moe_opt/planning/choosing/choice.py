@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.choosing.equal_times import fewest_of_equal
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from megatron_moe_opt.planning.predicting.layer_on_cluster import DISPATCH, FURTHER, PIPELINE, LayerOnCluster
+from megatron_moe_opt.planning.predicting.layer_on_cluster import DISPATCH, PIPELINE, LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 
@@ -78,9 +78,7 @@ def check_choice(asked: Asked, layer: LayerWorkload, cluster: Cluster) -> None:
 
 def schedule_seconds(one: Prediction) -> float:
     """Returns the part of a layer's time that its schedules take, in which candidates of a system differ."""
-    if PIPELINE in one.terms:
-        return one.terms[PIPELINE] + one.terms.get(FURTHER, 0.0)
-    return one.terms.get(DISPATCH, 0.0)
+    return one.terms[PIPELINE] if PIPELINE in one.terms else one.terms.get(DISPATCH, 0.0)
 
 
 def with_rows(layer: LayerWorkload, rows: int) -> LayerWorkload:

@@ -84,9 +84,9 @@ class Cluster:
     """The rate, in (0, 1], of an op in a lane while others are busy, all of them, by (lane, beside, ...)."""
     overhead: float = 0.0
     """Seconds that an op of a pipeline takes besides: handing over between lanes, waiting for ranks that come later."""
-    partition_overhead: float = 0.0
-    """Seconds that each of mpmoe's partitions but the first takes besides its ops, forward and backward; 0 where not
-    measured."""
+    expert_overhead: tuple[float, float] = (0.0, 0.0)
+    """Seconds that an expert takes besides its curve in each partition of a pipeline, forward and backward: weights
+    that have left the caches since the last one, sums of their gradients, calls. 0 where not measured."""
     saa: Points | None = None
     """The curve of Parm's combine_and_gather, all phases together, without its reorder. Bytes are those
     of the rows that come back to this rank for itself, times expert-TP: what a fused all-to-all of them
@@ -119,18 +119,19 @@ class Cluster:
         """
         root = JsonPlace.root(Path(file))
         root.check_format(FORMAT, VERSION, "moe-opt profile", "measure the cluster")
-        # stock_curves: of files from when stock's all-to-all was Gloo's own on the host; nothing reads them.
+        # Not read: stock_curves, from when stock's all-to-all was Gloo's own on the host, and partition_overhead, which
+        # was added to a layer's time as if nothing could hide it.
         top = root.fields(
             "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
-            optional=["partition_overhead", "saa", "compute_sharing", "local_work", "stock_curves", "gpu_settings",
-                      "measured_for", "warnings"],
+            optional=["expert_overhead", "partition_overhead", "saa", "compute_sharing", "local_work", "stock_curves",
+                      "gpu_settings", "measured_for", "warnings"],
         )  # fmt: skip
         return cls(
             world=_world(top["world"]),
             curves=_curves(top["curves"]),
             slowdown=_slowdown(top["slowdown"]),
             overhead=top["overhead"].not_negative(),
-            partition_overhead=top["partition_overhead"].given(JsonPlace.not_negative, 0.0),
+            expert_overhead=top["expert_overhead"].given(_expert_overhead, (0.0, 0.0)),
             saa=top["saa"].given(_points),
             expert_gemm=top["expert_gemm"].given(_expert_gemm),
             compute_sharing=top["compute_sharing"].given(JsonPlace.positive, 1.0),
@@ -159,7 +160,7 @@ class Cluster:
                 for (lane, *beside), rate in self.slowdown.items()
             ],
             "overhead": self.overhead,
-            "partition_overhead": self.partition_overhead,
+            "expert_overhead": self.expert_overhead,
             "saa": self.saa,
             "expert_gemm": asdict(self.expert_gemm) if self.expert_gemm else None,
             "compute_sharing": self.compute_sharing,
@@ -292,6 +293,11 @@ def _expert_gemm(place: JsonPlace) -> ExpertGemm:
         _points(fields["points"]),
         fields["training"].given(_points),
     )
+
+
+def _expert_overhead(place: JsonPlace) -> tuple[float, float]:
+    forward, backward = (seconds.not_negative() for seconds in place.items(length=2))
+    return forward, backward
 
 
 def _local_work(place: JsonPlace) -> dict[str, Points]:

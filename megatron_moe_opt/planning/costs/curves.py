@@ -156,6 +156,8 @@ class Costs:
     """The curves by kind of op and role of its group (None for ops that are not collectives)."""
     overhead: float = 0.0
     """Seconds that every op takes besides what its curve says."""
+    besides: Mapping[Kind, float] = field(default_factory=dict)
+    """Seconds that ops of a kind take besides that."""
 
     def __call__(self, op: Op) -> float:
         """Returns the seconds of one op. Raises ConfigurationError as `curve` does.
@@ -165,7 +167,7 @@ class Costs:
         """
         if op.kind is Kind.SUM:
             return 0.0
-        return self.overhead + self.curve(op).seconds(op.size)
+        return self.overhead + self.besides.get(op.kind, 0.0) + self.curve(op).seconds(op.size)
 
     def curve(self, op: Op) -> CostCurve:
         """Returns the curve by which an op of this kind, in this group, is predicted.

@@ -29,8 +29,6 @@ PIPELINE = "pipeline with experts"
 """The name of the term of schedules that experts are part of."""
 DISPATCH = "dispatch and combine"
 """The name of the term of all other schedules."""
-FURTHER = "further partitions"
-"""The name of the term of what partitions take besides their ops."""
 PROB_BYTES = 4
 _CONVERT = (Kind.COPY, Kind.PERMUTE, Kind.SUM)
 CODEC_COPIES = {
@@ -61,7 +59,7 @@ class LayerOnCluster:
             has_room: whether candidates that hold so much more than stock are asked for.
         """
         self.workload, self.cluster, self.below, self.has_room = workload, cluster, below, has_room
-        self._costs: dict[int, Costs] = {}
+        self._costs: dict[tuple[int, bool], Costs] = {}
         self.costs = cluster.costs() if cluster.expert_gemm is None else self.expert_costs
         self.links = LinkBytes(cluster, stationary(workload.workers) if workload.workers else None)
         self.skew = Skew(workload.imbalance, workload.rank_rows, cluster)
@@ -77,11 +75,14 @@ class LayerOnCluster:
         """Returns the costs of all ops, the experts' too. Raises ConfigurationError where no expert was measured."""
         return self.costs_with(1)
 
-    def costs_with(self, holds: int) -> Costs:
-        """Returns the same where a rank's rows are spread over the experts of `holds` ranks."""
-        if holds not in self._costs:
-            self._costs[holds] = costs_with_experts(self.workload, self.cluster, holds)
-        return self._costs[holds]
+    def costs_with(self, holds: int, in_partitions: bool = False) -> Costs:
+        """Returns the same where a rank's rows are spread over the experts of `holds` ranks, and where each op is a
+        partition's call of the experts.
+        """
+        key = holds, in_partitions
+        if key not in self._costs:
+            self._costs[key] = costs_with_experts(self.workload, self.cluster, *key)
+        return self._costs[key]
 
     def seconds_of_experts(self, rows: int, holds: int = 1) -> tuple[float, float]:
         """Returns the seconds of `rows` of this rank, spread over the experts of `holds`
@@ -216,19 +217,16 @@ class LayerOnCluster:
         with_experts = any(op.kind is Kind.COMPUTE for op in ops)
         experts = [] if with_experts else self.expert_timelines()
         local = self.local_timeline(whose, local_rows)
-        further = (parts - 1) * self.cluster.partition_overhead if with_experts else 0.0
-        besides = Timeline.in_turn(FURTHER, [(Op(Kind.COMPUTE, Lane.COMPUTE), further)])
         in_order = list(timelines)
         for place, of_pass in zip((1, 4), experts, strict=False):  # behind each dispatch, forward and backward
             in_order.insert(place, of_pass)
         terms = {
             PIPELINE if with_experts else DISPATCH: sum(one.seconds for one in timelines),
             "experts": sum(one.seconds for one in experts),
-            FURTHER: further,
             "rows on the rank": local.seconds,
         }
         sent = [(links or self.links).sent(op) for op in ops if op.kind in COLLECTIVES]
-        in_order = [one for one in (*in_order, besides, local) if one.seconds]
+        in_order = [one for one in (*in_order, local) if one.seconds]
         return Prediction(
             variant,
             sum(one.seconds for one in in_order),
