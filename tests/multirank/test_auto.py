@@ -523,7 +523,7 @@ def train_on_fewer_bytes(file: Path) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_room, "COMMUNICATOR_BYTES", 2**30)
-        patch.setattr(memory_room, "room", lambda passes: memory_room.Room(2**40, 2**20, passes))
+        patch.setattr(memory_room, "room", lambda *held: memory_room.Room(2**40, 2**20, *held))
         patch.setattr(memory_room, "could_take", lambda size: size < 2**30 or dist.get_rank() != 2)
         return train(
             options=Options(profile=file), sizes={"ep": 4}, seconds=AllAlike(),

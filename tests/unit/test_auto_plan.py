@@ -30,7 +30,7 @@ from megatron_moe_opt.integration.optimizer_step import gradients_cleared, step_
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, told_together
+from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction, Refusal, told_together
 from megatron_moe_opt.runtime.travelling_experts.step_passes import step_of
 
 CANDIDATES = ("netmoe", "parm:S2", "expert-migration:2x4", "expert-migration:8", "mpmoe:2:S1", "monta:O2x2", "alltoall")
@@ -253,12 +253,25 @@ def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned):
         assert all("could run out of memory" in one.reason for one in found.refused if one.variant != "allgather")
 
 
+def test_others_experts_take_room_once_however_many_passes_are_under_way(planned):
+    """Three passes of 10 bytes more, and 400 bytes of experts."""
+    controller = planned("alltoall")
+    travels = Prediction("expert-migration:2x1", 1e-3, 1e-3, 0.0, 0.0, 910, held_more=HeldMore(of_others=400))
+    candidates = Prediction("alltoall", 1e-3, 1e-3, 0.0, 0.0, 500), travels
+    controller.plan = dataclasses.replace(controller.plan, candidates=candidates)
+    seen = Seen(dataclasses.replace(SEEN.workload, workers=(2, 4)), 32.0)
+    for spare, number in ((430, 2), (429, 1)):
+        room = room_of(spare + 3 * COMMUNICATOR_BYTES, passes=3)  # the domains' own groups
+        (found,) = controller._make_plan(FirstStep(((seen,),), (room,)))
+        assert found.predicted == candidates[:number]
+
+
 def test_a_plan_is_held_against_what_it_took_itself(planned):
     """It ran in the step that was looked at, beside which what holds less is no more than nothing."""
     controller = planned("monta:O2x2")
     (found,) = controller._make_plan(FirstStep(((SEEN,),), (room_of(0, 1),)))
     assert found.planned == found.ran == "monta:O2x2"
-    assert found.above("alltoall") == found.communicators("monta:O2x2") == 0
+    assert found.above("alltoall") == (0, 0) and found.communicators("monta:O2x2") == 0
 
 
 def test_communicators_of_a_variants_own_take_room_too(planned):
@@ -281,7 +294,7 @@ def test_communicators_of_a_variants_own_take_room_too(planned):
 
 def room_of(spare: int, passes: int) -> Room:
     """Returns the room of a GPU with so many bytes to plan with."""
-    return Room(free=math.ceil(spare / MOST_OF_FREE), at_work=10**6, passes=passes)
+    return Room(free=math.ceil(spare / MOST_OF_FREE), at_work=10**6, passes=passes, layers=1)
 
 
 def test_megatrons_own_are_tried_without_a_prediction(planned, monkeypatch):

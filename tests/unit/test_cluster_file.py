@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.costs.cluster import MEGATRON_FLAGS, OUR_FLAGS, Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.costs.cluster import MEGATRON_FLAGS, OLDER, OUR_FLAGS, Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.json_places import JsonPlace
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 
@@ -111,11 +111,11 @@ def test_a_file_from_before_what_was_added_later(tmp_path):
     del content["compute_sharing"], content["warnings"], content["curves"][0]["bus"]
     content["slowdown"][0]["beside"] = "intra"  # as it was written when there was always one
     content["stock_curves"] = content["curves"][1:]  # which nothing reads any more
-    content["partition_overhead"] = 0.1  # nor this
+    content["partition_overhead"] = 0.1  # nor this, but that nothing was measured in its place is said
     file.write_text(json.dumps(content))
     gemm = replace(CLUSTER.expert_gemm, training=None)
-    older = replace(CLUSTER, saa=None, expert_gemm=gemm, expert_overhead=(0.0, 0.0), compute_sharing=1.0)
-    older = replace(older, warnings=())
+    older = replace(CLUSTER, saa=None, expert_gemm=gemm, expert_overhead=None, compute_sharing=1.0)
+    older = replace(older, warnings=(OLDER,))
     assert Cluster.load(file) == older
 
 

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from megatron_moe_opt.integration.auto import memory_room
-from megatron_moe_opt.integration.auto.memory_room import COMMUNICATOR_BYTES, MOST_OF_FREE, Room
+from megatron_moe_opt.integration.auto.memory_room import COMMUNICATOR_BYTES, MOST_OF_FREE, Above, Room
 
 
 def test_what_is_allocated_is_what_a_step_takes_and_a_reserve():
-    room = Room(free=1000, at_work=300, passes=2)
+    room = Room(free=1000, at_work=300, passes=2, layers=1)
     assert room.needed(0, 0) == 0
     assert room.needed(400, 0) == 300 + 400 / MOST_OF_FREE
     assert room.needed(0, 3) == 300 + int(3 * COMMUNICATOR_BYTES / MOST_OF_FREE)
     for above in (399, 400, 401):  # of each of two passes
-        assert room.has(above, 0) == (room.needed(2 * above, 0) <= room.at_work + room.free)
-    assert not room.has(0, 1) and Room(0, 0, passes=0).has(1, 1)
+        assert room.has(Above(above, 0), 0) == (room.needed(2 * above, 0) <= room.at_work + room.free)
+    assert room.has(Above(0, 800), 0) and not room.has(Above(0, 801), 0)  # others' experts, whatever the passes
+    assert not room.has(Above(0, 0), 1) and Room(0, 0, passes=0, layers=0).has(Above(1, 0), 1)
 
 
 def test_what_was_free_at_the_peak_is_told_beside_what_stays(monkeypatch):
@@ -26,9 +27,9 @@ def test_what_was_free_at_the_peak_is_told_beside_what_stays(monkeypatch):
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100, 1000))
-    assert memory_room.room(3) is None  # there is no GPU
+    assert memory_room.room(3, 2) is None  # there is no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert memory_room.room(3) == Room(free=150, at_work=250, passes=3)
+    assert memory_room.room(3, 2) == Room(free=150, at_work=250, passes=3, layers=2)
 
 
 @pytest.mark.parametrize(("size", "could"), [(100, True), (101, False)])

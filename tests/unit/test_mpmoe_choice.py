@@ -13,6 +13,7 @@ from megatron_moe_opt.planning.choosing.choice import choices, choose, schedule_
 from megatron_moe_opt.planning.choosing.equal_times import EQUAL_WITHIN
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
 from megatron_moe_opt.planning.predicting.simulator import simulate
@@ -149,6 +150,11 @@ def test_what_experts_take_besides_in_each_partition_makes_them_fewer():
         if one.variant.count(":") == 1:  # no memory reuse, which calls some again
             computing, longer = (sum(each.busy(Lane.COMPUTE) for each in of.timelines) for of in (one, more))
             assert longer - computing == pytest.approx(one.parts * LAYER.local_experts)
+    # Experts that a layer calls once take it once.
+    clusters = (dataclasses.replace(alone, expert_overhead=one) for one in (None, (0.4, 0.6)))
+    once, longer = (LayerOnCluster(LAYER, cluster).seconds_of_experts(64) for cluster in clusters)
+    forward, backward = (more - less for more, less in zip(longer, once, strict=True))
+    assert (forward, backward) == pytest.approx((0.4 * LAYER.local_experts, 0.6 * LAYER.local_experts))
 
 
 def test_links_that_take_longer_hide_it():

@@ -48,6 +48,13 @@ def test_what_a_run_has_otherwise_is_named(tmp_path: Path, said: list[str], fact
     assert own_profile._read(file, facts) == f"{file} was measured for another run: {part}"
 
 
+def test_a_file_of_an_older_version_is_measured_anew(tmp_path: Path):
+    file = tmp_path / FILE_NAME
+    own_profile._write(file, replace(CLUSTER, measured_for=FACTS))
+    file.write_text(file.read_text().replace('"overhead"', '"partition_overhead": 0.002, "overhead"', 1))
+    assert own_profile._read(file, FACTS).startswith(f"{file} is not used: measured by an older version")
+
+
 def test_a_damaged_file_is_measured_anew(tmp_path: Path):
     file = tmp_path / FILE_NAME
     file.write_text("{")

@@ -101,7 +101,7 @@ def test_table():
         ["expert 1000 x 2500 bf16, forward and backward", "100 rows", "2.000", "1.500 TFLOP/s", "", "", "100%"],
     ]
     assert (
-        "An op of a pipeline takes 0.200 ms besides, an expert in each partition 3.000 ms forward and 4.000 backward."
+        "An op of a pipeline takes 0.200 ms besides, an expert in each call 3.000 ms forward and 4.000 backward."
         in text
     )
     text, rows = _printed(interference_table(cluster))

@@ -32,7 +32,7 @@ from megatron_moe_opt.variants import split_variant
 
 @dataclass(frozen=True)
 class StepTimelines:
-    """The passes of one step on one rank, by name."""
+    """The passes of one step on one rank, by name; without experts that travel beside them."""
 
     rank: int
     measured: Mapping[str, Timeline]
@@ -87,7 +87,7 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Callable[[Op],
     workers = levels_of_layout(world.layout, world.nodes) if HOPS in options.ways else ()
     layer = replace(settings.workload(ep), workers=workers)
     check_choice([(MPMOE, options)], layer, cluster)
-    return costs_of(LayerOnCluster(layer, cluster), options.ways[0])
+    return costs_of(LayerOnCluster(layer, cluster), options.ways[0], MPMOE.domains(options, workers))
 
 
 def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | None) -> StepTimelines:
@@ -99,7 +99,7 @@ def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | 
         layer.observed_step()
     recorded = record_step(layer, settings.steps, device, rank)
     names = PASSES if settings.dispatch_only else ("forward", "backward")
-    return StepTimelines(recorded.rank, dict(zip(names, recorded.timelines, strict=True)), None)
+    return StepTimelines(recorded.rank, dict(zip(names, recorded.schedules, strict=True)), None)
 
 
 def _variant(settings: LayerSettings) -> str:

@@ -336,7 +336,7 @@ class Controller:
         self._use(self.trying.ran, layers)  # as in the step that room is known of
         self._keep((ALLTOALL, *self.trials.variants), layers)
         above = sum(
-            passes_held(layer, self.config) * one.above(variant if one is self.trying else layer.current)
+            one.above(variant if one is self.trying else layer.current).of(passes_held(layer, self.config), layers=1)
             for one in self.shapes
             for layer in self._layers_of(one)
         )

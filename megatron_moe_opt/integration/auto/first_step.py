@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.auto.memory_room import Room
+from megatron_moe_opt.integration.auto.memory_room import Above, Room
 from megatron_moe_opt.integration.auto.sample_saving import worth_moving
 from megatron_moe_opt.integration.auto.stock_variants import stock_variants
 from megatron_moe_opt.integration.checks import check_config
@@ -145,9 +145,9 @@ class Alike:
         """Returns the same after trials that have kept a variant."""
         return dataclasses.replace(self, kept=variant if variant in [one.variant for one in self.predicted] else None)
 
-    def above(self, variant: str) -> int:
-        """Returns the bytes that a pass is predicted to hold under a variant beyond what it held; 0: not predicted."""
-        return _above(self.predicted, self.ran).get(variant, 0)
+    def above(self, variant: str) -> Above:
+        """Returns what a layer is predicted to hold under a variant beyond what it held; nothing: not predicted."""
+        return _above(self.predicted, self.ran).get(variant, Above(0, 0))
 
     def communicators(self, variant: str) -> int:
         """Returns the most communicators that get buffers for a variant on a rank, besides those of the step."""
@@ -287,13 +287,12 @@ def _allowed(
     return allowed, tuple(Refusal(variant, reason) for variant, reason in reasons.items() if reason is not None)
 
 
-def _above(predictions: Sequence[Prediction], ran: str) -> dict[str, int]:
-    """Returns the bytes that each holds besides what a step under `ran` did, or the least of them where nobody predicts
-    that.
-    """
-    held = {one.variant: one.activation_bytes for one in predictions}
-    of_ran = held.get(ran, min(held.values(), default=0))
-    return {variant: max(0, size - of_ran) for variant, size in held.items()}
+def _above(predictions: Sequence[Prediction], ran: str) -> dict[str, Above]:
+    """Returns what each holds besides what a step under `ran` did, or the least of them where nobody predicts that."""
+    others = {one.variant: one.held_more.of_others for one in predictions}
+    held = {one.variant: one.activation_bytes - others[one.variant] for one in predictions}
+    of_ran, others_of_ran = held.get(ran, min(held.values(), default=0)), others.get(ran, 0)
+    return {name: Above(max(0, held[name] - of_ran), max(0, others[name] - others_of_ran)) for name in held}
 
 
 def _communicators(variant: str, workers: Collection[tuple[int, ...]], etp: int) -> int:
@@ -311,14 +310,15 @@ def _communicators(variant: str, workers: Collection[tuple[int, ...]], etp: int)
     return own + (etp > 1) + system.moves_samples  # rows over expert-TP, or both at once; samples over both
 
 
-def _too_large(above: int, communicators: int, rooms: Sequence[Room]) -> str | None:
-    """Returns why a variant that holds so many bytes more for each pass of a layer does not fit."""
+def _too_large(above: Above, communicators: int, rooms: Sequence[Room]) -> str | None:
+    """Returns why a variant under which a layer holds so much more does not fit."""
     spare = min((one.spare for one in rooms if not one.has(above, communicators)), default=None)
     if spare is None:
         return None
     return (
-        f"holds {above} bytes more than what ran for each pass of a layer, and takes {communicators} communicators, "
-        f"where {spare} bytes are free: a trial could run out of memory"
+        f"holds {above.of_pass} bytes more than what ran for each pass of a layer, and {above.of_others} of experts of "
+        f"other ranks, and takes {communicators} communicators, where {spare} bytes are free: a trial could "
+        "run out of memory"
     )
 
 

@@ -48,7 +48,8 @@ class Look:
         if self.options.plan is None:
             self._compare_levels()
         seen = tuple(one for layer in self.layers if (one := layer.seen()) is not None)
-        room = memory_room.room(sum(passes_held(layer, self.config) for layer in self.layers))
+        held = sum(passes_held(layer, self.config) for layer in self.layers)
+        room = memory_room.room(held, len(self.layers))
         return FirstStep((seen,), () if room is None else (room,), *self._samples())
 
     def _compare_levels(self) -> None:

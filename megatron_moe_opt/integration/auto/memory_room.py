@@ -8,6 +8,7 @@ and given back: where one cannot, all ranks drop the variant, between two steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,19 @@ from megatron_moe_opt.topology.process_groups import COMMUNICATOR_BYTES
 
 MOST_OF_FREE = 0.8
 """The part of the memory free at a step's peak that may be planned with: other steps, and fragments, may take more."""
+
+
+class Above(NamedTuple):
+    """The bytes that a layer holds under a variant beyond what it held."""
+
+    of_pass: int
+    """For each pass under way."""
+    of_others: int
+    """Of other ranks' experts, however many passes are under way."""
+
+    def of(self, passes: int, layers: int) -> int:
+        """Returns the bytes of so many layers with so many passes under way in all."""
+        return passes * self.of_pass + layers * self.of_others
 
 
 @dataclass(frozen=True)
@@ -27,15 +41,17 @@ class Room:
     """The bytes that were then in use besides what stays between steps."""
     passes: int
     """The passes of MoE layers whose activations were then held."""
+    layers: int
+    """The MoE layers of the rank."""
 
     @property
     def spare(self) -> int:
         """Returns the part of `free` that may be planned with, in bytes."""
         return int(self.free * MOST_OF_FREE)
 
-    def has(self, above: int, communicators: int) -> bool:
-        """Whether each pass may hold so many bytes more, beside so many new communicators."""
-        return not self.passes or _taken(self.passes * above, communicators) <= self.spare
+    def has(self, above: Above, communicators: int) -> bool:
+        """Whether all layers may hold so much more, beside so many new communicators."""
+        return not self.passes or _taken(above.of(self.passes, self.layers), communicators) <= self.spare
 
     def needed(self, above: int, communicators: int) -> int:
         """Returns the bytes that have to be free between two steps for a step that holds so many more in all; 0: it
@@ -55,18 +71,18 @@ def count_peak_anew() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def room(passes: int) -> Room | None:
+def room(passes: int, layers: int) -> Room | None:
     """Returns the memory of this rank's GPU, asked between two steps; None without a GPU: a host's memory may be
     swapped.
 
     Args:
-        passes: see Room.
+        passes, layers: see Room.
     """
     if not torch.cuda.is_available():
         return None
     peak = torch.cuda.max_memory_allocated()
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - peak
-    return Room(free, peak - torch.cuda.memory_allocated(), passes)
+    return Room(free, peak - torch.cuda.memory_allocated(), passes, layers)
 
 
 def could_take(size: int) -> bool:

@@ -28,7 +28,7 @@ from megatron_moe_opt.integration.measuring.measure import Sizes, measure, room_
 from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
-from megatron_moe_opt.planning.costs.cluster import EXPERT, ROW, TYPE, Cluster
+from megatron_moe_opt.planning.costs.cluster import EXPERT, OLDER, ROW, TYPE, Cluster
 from megatron_moe_opt.planning.costs.differences import differences
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.runtime.engine.collectives import device_of
@@ -149,6 +149,8 @@ def _read(file: Path | None, facts: Facts) -> Cluster | str | None:
         cluster = Cluster.load(file)
     except ConfigurationError as error:
         return f"{file} cannot be used ({error}), and is written anew"
+    if OLDER in cluster.warnings:
+        return f"{file} is not used: {OLDER}"
     listed = differences(facts, cluster.measured_for)
     return cluster if listed is None else f"{file} was measured for another run: {listed}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -163,10 +164,18 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         if world.ep * world.expert_tp == 1:
             return cluster  # no partitions
         of_layer = sizes.hidden, sizes.ffn_hidden, sizes.dtype
-        besides = expert_overhead(cluster, world.tp, *of_layer, device, measured.seconds_left(), sizes.fused)
+        of_experts = math.inf if room is None else room * PART_OF_ROOM
+        left = measured.seconds_left()
+        besides = expert_overhead(cluster, world.tp, *of_layer, device, left, sizes.fused, of_experts)
+        if besides is None:
+            return replace(cluster, warnings=(*cluster.warnings, _NO_ROOM))
         return replace(cluster, expert_overhead=besides)
 
 
+_NO_ROOM = (
+    "GPUs have no room for a layer of an expert a rank, by which is measured what experts take longer in a layer: many "
+    "partitions look cheaper than they are"
+)
 _LAST_PARTS = ("expert", "all_to_all beside all_gather", "lanes side by side", "rows on the rank", "partitions")
 
 

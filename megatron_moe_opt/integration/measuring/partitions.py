@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -22,7 +23,7 @@ from megatron_moe_opt.topology.agreement import known_to_all
 COUNT = 4
 TOKENS, TOPK, EXPERTS_OF_A_RANK = 256, 2, 4
 MOST_BYTES = 2**30
-"""The most bytes of the layer's weights and gradients on a rank. Of larger experts there are fewer, one at least."""
+"""The most bytes that the layer's experts take on a rank. Of larger experts there are fewer, one at least."""
 
 
 def expert_overhead(
@@ -34,10 +35,11 @@ def expert_overhead(
     device: torch.device,
     seconds: float,
     fused: Mapping[str, bool],
-) -> tuple[float, float]:
+    room: float = math.inf,
+) -> tuple[float, float] | None:
     """Returns the seconds by which an expert takes longer in a partition of a small layer, forward and backward, than
     simulated by its curve, which is of calls that follow each other: here its weights have left the caches since the
-    last partition, gradients of weights are summed, and links are busy.
+    last partition, gradients of weights are summed, and links are busy. None: there is no room for one such expert.
 
     A collective call over the world, in Megatron's groups of the cluster's sizes.
 
@@ -46,12 +48,17 @@ def expert_overhead(
         ffn_hidden: of a whole expert.
         seconds: to measure for. A step more than that where the links are slow.
         fused: see measure.Sizes.
+        room: bytes that a layer's experts may take on every rank.
     """
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
 
     world, meter = cluster.world, Meter(device)
-    bytes_of_one = 2 * hidden * ffn_hidden // world.expert_tp * torch_dtype(dtype).itemsize
-    here = max(1, min(EXPERTS_OF_A_RANK, MOST_BYTES // (2 * bytes_of_one)))  # with their gradients
+    # Of each weight: itself and its gradient, that of the last partition, and the sum of these in float32.
+    of_weight = 3 * torch_dtype(dtype).itemsize + torch.float32.itemsize
+    of_expert = 2 * hidden * ffn_hidden // world.expert_tp * of_weight
+    if of_expert > room:
+        return None
+    here = int(max(1, min(EXPERTS_OF_A_RANK, min(MOST_BYTES, room) // of_expert)))
     experts, variant = here * world.ep, f"mpmoe:{COUNT}"
     topk, sizes = min(TOPK, experts), (tp, world.ep, world.expert_tp)
     settings = LayerSettings((variant,), TOKENS, hidden, ffn_hidden, experts, topk, *sizes, dtype)

@@ -25,6 +25,12 @@ VERSION = 1
 MEGATRON_FLAGS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--tensor-model-parallel-size")
 OUR_FLAGS = ("--ep", "--expert-tp", "--tp")
 
+OLDER = (
+    "measured by an older version, without what experts take longer in a layer: many partitions look cheaper than they "
+    "are; measure again"
+)
+"""The warning of a file that has a `partition_overhead`."""
+
 Points = tuple[tuple[int, float], ...]
 """The points of a curve: (bytes or rows, seconds), by ascending size."""
 Facts = Mapping[str, str | int]
@@ -84,9 +90,9 @@ class Cluster:
     """The rate, in (0, 1], of an op in a lane while others are busy, all of them, by (lane, beside, ...)."""
     overhead: float = 0.0
     """Seconds that an op of a pipeline takes besides: handing over between lanes, waiting for ranks that come later."""
-    expert_overhead: tuple[float, float] = (0.0, 0.0)
-    """Seconds that an expert takes besides its curve in each partition of a pipeline, forward and backward: weights
-    that have left the caches since the last one, sums of their gradients, calls. 0 where not measured."""
+    expert_overhead: tuple[float, float] | None = None
+    """Seconds that an expert takes besides its curve each time that a layer calls it, forward and backward: its weights
+    have left the caches since the last time, and their gradients are summed over partitions. None: not measured, 0."""
     saa: Points | None = None
     """The curve of Parm's combine_and_gather, all phases together, without its reorder. Bytes are those
     of the rows that come back to this rank for itself, times expert-TP: what a fused all-to-all of them
@@ -119,19 +125,22 @@ class Cluster:
         """
         root = JsonPlace.root(Path(file))
         root.check_format(FORMAT, VERSION, "moe-opt profile", "measure the cluster")
-        # Not read: stock_curves, from when stock's all-to-all was Gloo's own on the host, and partition_overhead, which
-        # was added to a layer's time as if nothing could hide it.
+        # Of older files, and not read: stock_curves, from when stock's all-to-all was Gloo's own on the host, and
+        # partition_overhead, which was added to a layer's time as if nothing could hide it.
         top = root.fields(
             "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
             optional=["expert_overhead", "partition_overhead", "saa", "compute_sharing", "local_work", "stock_curves",
                       "gpu_settings", "measured_for", "warnings"],
         )  # fmt: skip
+        warnings = [one.word() for one in top["warnings"].given(JsonPlace.items, ())]
+        if top["partition_overhead"].value is not None:
+            warnings.append(OLDER)
         return cls(
             world=_world(top["world"]),
             curves=_curves(top["curves"]),
             slowdown=_slowdown(top["slowdown"]),
             overhead=top["overhead"].not_negative(),
-            expert_overhead=top["expert_overhead"].given(_expert_overhead, (0.0, 0.0)),
+            expert_overhead=top["expert_overhead"].given(_expert_overhead),
             saa=top["saa"].given(_points),
             expert_gemm=top["expert_gemm"].given(_expert_gemm),
             compute_sharing=top["compute_sharing"].given(JsonPlace.positive, 1.0),
@@ -140,7 +149,7 @@ class Cluster:
             measured_for=top["measured_for"].given(facts, {}),
             host=facts(top["host"]),
             software=facts(top["software"]),
-            warnings=tuple(one.word() for one in top["warnings"].given(JsonPlace.items, ())),
+            warnings=tuple(warnings),
         )
 
     def save(self, file: str | Path) -> None:

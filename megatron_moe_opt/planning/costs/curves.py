@@ -155,19 +155,21 @@ class Costs:
     curves: Mapping[tuple[Kind, str | None], CostCurve] = field(default_factory=dict)
     """The curves by kind of op and role of its group (None for ops that are not collectives)."""
     overhead: float = 0.0
-    """Seconds that every op takes besides what its curve says."""
+    """Seconds that every op of a pipeline takes besides what its curve says."""
     besides: Mapping[Kind, float] = field(default_factory=dict)
-    """Seconds that ops of a kind take besides that."""
+    """Seconds that ops of a kind take besides, wherever they are."""
 
     def __call__(self, op: Op) -> float:
-        """Returns the seconds of one op. Raises ConfigurationError as `curve` does.
+        """Returns the seconds of one op of a pipeline. Raises ConfigurationError as `curve` does.
 
         A sum is in the curve of the exchange whose parts it adds. An activation is taken to cost what a copy of as many
         bytes costs as it writes.
         """
-        if op.kind is Kind.SUM:
-            return 0.0
-        return self.overhead + self.besides.get(op.kind, 0.0) + self.curve(op).seconds(op.size)
+        return 0.0 if op.kind is Kind.SUM else self.overhead + self.alone(op)
+
+    def alone(self, op: Op) -> float:
+        """Returns the seconds of what a layer calls by itself, outside of a pipeline. Raises as `curve` does."""
+        return self.besides.get(op.kind, 0.0) + self.curve(op).seconds(op.size)
 
     def curve(self, op: Op) -> CostCurve:
         """Returns the curve by which an op of this kind, in this group, is predicted.

@@ -13,14 +13,13 @@ LEAST_GRADIENT = 0.5
 """The least part of the forward pass's time that a backward pass takes: less is a disturbed measurement."""
 
 
-def costs_with_experts(layer: LayerWorkload, cluster: Cluster, holds: int = 1, in_partitions: bool = False) -> Costs:
+def costs_with_experts(layer: LayerWorkload, cluster: Cluster, holds: int = 1) -> Costs:
     """Returns the cluster's curves, and those of the layer's experts: a compute op costs what its bytes of T_DI make.
 
     Experts of other sizes than the measured one take as much longer as they have more operations.
 
     Args:
         holds: a rank's rows are spread over the experts of so many ranks.
-        in_partitions: each op is a partition's call of the experts.
 
     Raises:
         ConfigurationError: no expert was measured.
@@ -34,7 +33,6 @@ def costs_with_experts(layer: LayerWorkload, cluster: Cluster, holds: int = 1, i
         (rows, max(seconds - forward.seconds(rows), LEAST_GRADIENT * forward.seconds(rows)))
         for rows, seconds in training
     ]
-
     num_experts = layer.local_experts * holds
 
     def all_experts(points: Sequence[tuple[float, float]]) -> CostCurve:
@@ -45,6 +43,6 @@ def costs_with_experts(layer: LayerWorkload, cluster: Cluster, holds: int = 1, i
         (Kind.COMPUTE, None): all_experts(gemm.points),
         (Kind.GRADIENT, None): all_experts(gradient),
     }
-    longer = zip((Kind.COMPUTE, Kind.GRADIENT), cluster.expert_overhead, strict=True)
-    besides = {kind: seconds * num_experts * work for kind, seconds in longer} if in_partitions else {}
+    longer = zip((Kind.COMPUTE, Kind.GRADIENT), cluster.expert_overhead or (0.0, 0.0), strict=True)
+    besides = {kind: seconds * num_experts * work for kind, seconds in longer}
     return Costs({**measured.curves, **experts}, measured.overhead, besides)

@@ -59,7 +59,7 @@ class LayerOnCluster:
             has_room: whether candidates that hold so much more than stock are asked for.
         """
         self.workload, self.cluster, self.below, self.has_room = workload, cluster, below, has_room
-        self._costs: dict[tuple[int, bool], Costs] = {}
+        self._costs: dict[int, Costs] = {}
         self.costs = cluster.costs() if cluster.expert_gemm is None else self.expert_costs
         self.links = LinkBytes(cluster, stationary(workload.workers) if workload.workers else None)
         self.skew = Skew(workload.imbalance, workload.rank_rows, cluster)
@@ -75,14 +75,11 @@ class LayerOnCluster:
         """Returns the costs of all ops, the experts' too. Raises ConfigurationError where no expert was measured."""
         return self.costs_with(1)
 
-    def costs_with(self, holds: int, in_partitions: bool = False) -> Costs:
-        """Returns the same where a rank's rows are spread over the experts of `holds` ranks, and where each op is a
-        partition's call of the experts.
-        """
-        key = holds, in_partitions
-        if key not in self._costs:
-            self._costs[key] = costs_with_experts(self.workload, self.cluster, *key)
-        return self._costs[key]
+    def costs_with(self, holds: int) -> Costs:
+        """Returns the same where a rank's rows are spread over the experts of `holds` ranks."""
+        if holds not in self._costs:
+            self._costs[holds] = costs_with_experts(self.workload, self.cluster, holds)
+        return self._costs[holds]
 
     def seconds_of_experts(self, rows: int, holds: int = 1) -> tuple[float, float]:
         """Returns the seconds of `rows` of this rank, spread over the experts of `holds`
@@ -91,7 +88,7 @@ class LayerOnCluster:
         one = self.workload
         costs = self.costs_with(holds)
         ops = (Op(kind, Lane.COMPUTE, size=rows * one.etp * one.row_bytes) for kind in (Kind.COMPUTE, Kind.GRADIENT))
-        forward, backward = (costs.curve(op).seconds(op.size) for op in ops)
+        forward, backward = map(costs.alone, ops)
         return forward, backward
 
     def expert_timelines(self) -> list[Timeline]:

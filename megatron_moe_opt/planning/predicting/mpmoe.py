@@ -183,9 +183,9 @@ def costs_of(layer: LayerOnCluster, way: str, domains: ExpertDomains | None = No
         domains: of experts that travel, where tokens hop; None: none does.
     """
     if way != HOPS:
-        return layer.costs_with(1, in_partitions=True)
+        return layer.expert_costs
     holds = 1 if domains is None else prod(domains.sizes)
-    return HopSeconds(layer, layer.costs_with(holds, in_partitions=True), domains)
+    return HopSeconds(layer, layer.costs_with(holds), domains)
 
 
 class HopSeconds:
