@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <iterator>
 #include <list>
@@ -62,9 +63,11 @@ void system_release(void* block, int64_t size) {
   }
 }
 
+// An eighth of the machine's memory, and half of it for all ranks on it together.
 int64_t default_limit() {
   const int64_t memory = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
-  return memory / 8;
+  const char* ranks = std::getenv("LOCAL_WORLD_SIZE");  // as torchrun sets it
+  return memory / std::max(8LL, ranks == nullptr ? 0LL : 2 * std::atoll(ranks));
 }
 
 class Pool {

@@ -27,8 +27,8 @@ void* allocate(int64_t bytes);
 // Gives back a block of allocate(); null is ignored.
 void release(void* block);
 
-// Upper bound on cached_bytes (initially an eighth of the machine's memory). Blocks unused for longest go first. Only
-// tests set another one.
+// Upper bound on cached_bytes (initially an eighth of the machine's memory, or less among many ranks). Blocks unused
+// for longest go first. Only tests set another one.
 void set_limit(int64_t bytes);
 
 HostPoolStats stats();

@@ -216,6 +216,11 @@ def check_travelling(config: Any, options: MigrationOptions, sizes: str) -> None
         raise ConfigurationError(
             f"{travels} {flag} keeps state of weights in the module that they leave: drop it, or take domain size 1"
         )
+    if getattr(config, "fine_grained_activation_offloading", False) and "expert_fc1" in (config.offload_modules or ()):
+        raise ConfigurationError(
+            f"{travels} --offload-modules expert_fc1 would copy those of other ranks to the host with the rows: drop that "
+            "module, or take domain size 1"
+        )
 
 
 def domains_of(options: Any, workers: tuple[int, ...]) -> ExpertDomains:

@@ -305,7 +305,9 @@ def test_saa_is_compared_with_its_collectives_one_after_the_other(ranks):
         assert point.ratios == tuple(aas / saa for aas, saa in zip(point.aas, point.saa, strict=True))
 
 
-def _expert_overhead(hidden: int, longer: float, seconds: float = 1.0) -> tuple[list[int], int, tuple[float, float]]:
+def _expert_overhead(
+    hidden: int, longer: float, seconds: float = 1.0, room: float = math.inf
+) -> tuple[list[int], int, tuple[float, float] | None]:
     """Returns the experts of the layers that it builds, the steps that it runs, and what it finds where each partition
     is computed so much longer than predicted, and twice that backward.
     """
@@ -338,7 +340,7 @@ def _expert_overhead(hidden: int, longer: float, seconds: float = 1.0) -> tuple[
         patch.setattr(moe_layer, "layer_under_test", layer_under_test)
         patch.setattr(partitions, "LayerOnCluster", lambda *_: None)
         patch.setattr(partitions, "candidate", lambda *_: SimpleNamespace(timelines=predicted))
-        found = partitions.expert_overhead(cluster, 1, hidden, 1024, "fp32", rank_device(), seconds, {})
+        found = partitions.expert_overhead(cluster, 1, hidden, 1024, "fp32", rank_device(), seconds, {}, room)
     return built, len(steps), found
 
 
@@ -346,7 +348,10 @@ def test_what_experts_take_longer_in_partitions_is_measured_with_little_memory_a
     # An expert of 8 MiB: four a rank; a step takes 0.4 s of 1.
     found = ranks.run(_expert_overhead, hidden=1024, longer=0.01)
     assert found == [([16], 3, (pytest.approx(0.01 / 4), pytest.approx(0.02 / 4)))] * 4
-    # An expert of 256 MiB, with its gradient 512: two a rank. However little time there is, a step behind the first.
-    assert ranks.run(_expert_overhead, hidden=32768, longer=-0.01, seconds=0.0) == [([8], 2, (0.0, 0.0))] * 4
+    # An expert of 128 MiB, four times that with gradients and their sum: two a rank. However little time there is, a
+    # step behind the first.
+    assert ranks.run(_expert_overhead, hidden=16384, longer=-0.01, seconds=0.0) == [([8], 2, (0.0, 0.0))] * 4
     (built, _, _), *_ = ranks.run(_expert_overhead, hidden=131072, longer=0.0)
     assert built == [4]  # one a rank at least
+    assert ranks.run(_expert_overhead, hidden=16384, longer=0.0, room=2**29) == [([4], 3, (0.0, 0.0))] * 4
+    assert ranks.run(_expert_overhead, hidden=16384, longer=0.0, room=2**29 - 1) == [([], 0, None)] * 4

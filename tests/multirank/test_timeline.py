@@ -119,15 +119,15 @@ def test_mpmoe_s_pipeline(ranks, tmp_path):
 
 def test_experts_that_travel_beside_a_pipeline_are_left_out(ranks, tmp_path):
     """The pipeline's own passes are shown."""
-    profile, levels = tmp_path / "cluster.json", (2, 2)
+    profile, levels = tmp_path / "cluster.json", (4,)
     groups = expert_migration.realisable_groups(levels)
     roles = [(kind, expert_migration.role(kind, levels, *one)) for kind in expert_migration.KINDS for one in groups]
     hops = dict.fromkeys(roles, ((1000, 1e-3),))
     copies = {(Kind.COPY, None): CURVES[Kind.COPY, None]}
     gemm = ExpertGemm(32, 16, "fp32", ((1, 1e-3), (100, 1e-1)), ((1, 3e-3), (100, 3e-1)))
-    Cluster(World((0, 0, 1, 1), 1, 1, 4, 1), hops | copies, expert_gemm=gemm).save(profile)
+    Cluster(World((0, 0, 0, 0), 1, 1, 4, 1), hops | copies, expert_gemm=gemm).save(profile)
     options = {"dispatch_only": False, "ffn_hidden": 16, "profile": profile, "tp": 1, "ep": 4, "expert_tp": 1}
-    step = ranks.run(_run, variant="mpmoe:2:hops:1x2", **options)[0]
+    step = ranks.run(_run, variant="mpmoe:2:hops:2", **options)[0]
     assert list(step.measured) == list(step.predicted) == ["forward", "backward"]
     assert Lane.EXPERTS not in {lane for one in step.measured.values() for lane in one.schedule.lanes}
     # Rows of 32 floats take an expert 1 ms each, whosever it is.

@@ -25,6 +25,7 @@ from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen,
 from megatron_moe_opt.integration.auto.look import passes_held
 from megatron_moe_opt.integration.auto.memory_room import COMMUNICATOR_BYTES, MOST_OF_FREE, Room
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
+from megatron_moe_opt.integration.layer import expert_migration_layer
 from megatron_moe_opt.integration.micro_batches import _followed
 from megatron_moe_opt.integration.optimizer_step import gradients_cleared, step_ended
 from megatron_moe_opt.options import Options
@@ -585,10 +586,11 @@ def test_refusals_of_a_system_for_one_reason_are_told_in_one_line():
 
 @pytest.mark.parametrize("updated", [True, False])
 def test_ranks_that_may_skip_steps_alone_are_refused(monkeypatch, updated):
-    """Some would wait for the others: after a step that all have made, `auto` asks all of them."""
+    """Some would wait for the others: after a step that all have made, `auto` asks all of them, and experts travel."""
     monkeypatch.setattr(auto_layer, "_controller", object())
-    callback = auto_layer._after_step if updated else auto_layer._after_skipped_step
-    monkeypatch.setattr(optimizer_step, "_at_end", {updated: [callback]})
     optimizer = SimpleNamespace(config=SimpleNamespace(grad_norm_skip_threshold=100.0))
-    with pytest.raises(ConfigurationError, match="with a grad_norm_skip_threshold each rank skips by itself"):
-        optimizer_step.step_ended(updated, optimizer)
+    of_auto = auto_layer._after_step if updated else auto_layer._after_skipped_step
+    for callback in (of_auto, expert_migration_layer._refuse_lone_skips):
+        monkeypatch.setattr(optimizer_step, "_at_end", {updated: [callback]})
+        with pytest.raises(ConfigurationError, match="with a grad_norm_skip_threshold each rank skips by itself"):
+            optimizer_step.step_ended(updated, optimizer)

@@ -150,9 +150,12 @@ ROWS: dict[str, list[Case]] = {
         Case({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}),
     ],
     "`--fine-grained-activation-offloading`": [Case({"fine_grained_activation_offloading": True})],
-    "`--fine-grained-activation-offloading` with `--offload-modules` `expert_fc1`, `moe_act` or `fused_group_mlp`": [
+    "`--fine-grained-activation-offloading` with `--offload-modules` `expert_fc1`": [
+        Case({"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1"]}),
+    ],
+    "`--fine-grained-activation-offloading` with `--offload-modules` `moe_act` or `fused_group_mlp`": [
         Case({"fine_grained_activation_offloading": True, "offload_modules": [one]})
-        for one in ("expert_fc1", "moe_act", "fused_group_mlp")
+        for one in ("moe_act", "fused_group_mlp")
     ],
     "`--overlap-moe-expert-parallel-comm`": [Case(OVERLAP)],
     "`--overlap-moe-expert-parallel-comm` beside `--cuda-graph-impl` of `moe_router`": [

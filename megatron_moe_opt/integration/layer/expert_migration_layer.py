@@ -24,7 +24,12 @@ from megatron_moe_opt.integration.layer.configured_workload import layer_workloa
 from megatron_moe_opt.integration.layer.experts_of_owners import call_experts, stays_behind
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.integration.micro_batches import follow_micro_batches
-from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, before_optimizer_step, forget
+from megatron_moe_opt.integration.optimizer_step import (
+    after_optimizer_step,
+    before_optimizer_step,
+    forget,
+    may_skip_alone,
+)
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import LargestWeights, TrackedExperts, WholeExperts
@@ -34,6 +39,7 @@ from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWei
 from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
 from megatron_moe_opt.systems.expert_migration import domains_of
+from megatron_moe_opt.systems.system import PREFIX
 from megatron_moe_opt.topology.domain_groups import DomainGroups, experts_cross_nodes, levels_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -115,11 +121,23 @@ def experts_to_migrate(layer: Any, options: Options) -> tuple[Migrate, list[Remo
         before_optimizer_step(communicator.before_step)
         after_optimizer_step(communicator.after_step)
         after_optimizer_step(communicator.after_skipped_step, updated=False)
-        for callback in (communicator.before_step, communicator.after_step, communicator.after_skipped_step):
+        after_optimizer_step(_refuse_lone_skips)
+        after_optimizer_step(_refuse_lone_skips, updated=False)
+        of_step = communicator.before_step, communicator.after_step, communicator.after_skipped_step, _refuse_lone_skips
+        for callback in of_step:
             groups.at_end.callback(forget, callback)
         return MigratedExperts(weights, owners, communicator, codec, gradients)
 
     return migrate, hooks
+
+
+def _refuse_lone_skips() -> None:
+    """Raises ConfigurationError where ranks may skip optimizer steps alone."""
+    if may_skip_alone():
+        raise ConfigurationError(
+            "experts that travel are sent again after a step of the optimizer, on all ranks, and with a "
+            f"grad_norm_skip_threshold each rank skips by itself: leave it at infinity, or take {PREFIX}domain-sizes 1"
+        )
 
 
 def _expert_of(name: str) -> int | None:
