@@ -218,8 +218,8 @@ def check_travelling(config: Any, options: MigrationOptions, sizes: str) -> None
         )
     if getattr(config, "fine_grained_activation_offloading", False) and "expert_fc1" in (config.offload_modules or ()):
         raise ConfigurationError(
-            f"{travels} --offload-modules expert_fc1 would copy those of other ranks to the host with the rows: drop that "
-            "module, or take domain size 1"
+            f"{travels} --offload-modules expert_fc1 would copy those of other ranks to the host with the rows: drop "
+            "that module, or take domain size 1"
         )
 
 
