@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_moe_opt.planning.choosing.equal_times import fewest_of_equal
@@ -21,15 +22,15 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.mpmoe import HOPS
 from megatron_moe_opt.schedules.mpmoe import PARTITIONS
 from megatron_moe_opt.systems.mpmoe import MPMOE, MpmoeOptions
-from tools.bench_points import LONG, POINTS, SHAPES, Point, limits
+from tools.bench_points import LONG, POINTS, Point, Timed, found_of_shapes, limits, off_by, part
 from tools.papers.published import head, row
-from tools.points import found_at, run
+from tools.points import run
 
 VARIANTS = tuple(f"mpmoe:{count}:{HOPS}" for count in PARTITIONS)
 
 
 @dataclass
-class Found:
+class Found(Timed):
     """What a point has found. Seconds are of a step, on the slowest rank."""
 
     rounds: dict[str, list[float]]
@@ -44,18 +45,8 @@ class Found:
     """The point's name, in a file."""
 
     @property
-    def seconds(self) -> dict[str, float]:
-        """The median of each variant's rounds."""
-        return {name: statistics.median(rounds) for name, rounds in self.rounds.items()}
-
-    @property
-    def fastest(self) -> str:
-        return min(self.seconds, key=self.seconds.__getitem__)
-
-    @property
     def regret(self) -> float:
-        """How much longer than the fastest the chosen takes, in parts."""
-        return self.seconds[self.chosen] / self.seconds[self.fastest] - 1
+        return self.regret_of(self.chosen, self.seconds)
 
     @property
     def errors(self) -> list[float]:
@@ -86,10 +77,10 @@ def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
         balance = routing_balance(settings, one.ep, device)
     workload = workload_of(settings, one.ep, balance, levels_of_layout(world.layout, world.nodes))
     found = MPMOE.candidates(LayerOnCluster(workload, cluster), MpmoeOptions(partitions=PARTITIONS, way=HOPS))
-    predicted = {candidate.variant: candidate for candidate in found if candidate.variant in VARIANTS}
-    chosen = fewest_of_equal([(candidate.seconds, candidate.parts, name) for name, candidate in predicted.items()])
-    seconds = {name: candidate.seconds for name, candidate in predicted.items()}
-    return Found(rounds, seconds, chosen, max(limits(workload, cluster)))
+    staying = [candidate for candidate in found if candidate.variant in VARIANTS]  # experts stay, too
+    chosen = fewest_of_equal([(candidate.seconds, candidate.parts, candidate.variant) for candidate in staying])
+    predicted = {candidate.variant: candidate.seconds for candidate in staying}
+    return Found(rounds, predicted, chosen, max(limits(workload, cluster)))
 
 
 def rows(point: Point, content: Mapping[str, Any]) -> Iterator[str]:
@@ -103,31 +94,28 @@ def rows(point: Point, content: Mapping[str, Any]) -> Iterator[str]:
     )  # fmt: skip
 
 
-def table(out: Any) -> Iterator[str]:
+def table(out: Path) -> Iterator[str]:
     """Yields the tables of the points that are there."""
     all_found: list[Found] = []
-    for shape in SHAPES:
-        there = [(one, found) for one in POINTS if one.shape == shape and (found := found_at(out, one)) is not None]
-        if there:
-            yield f"\n**{shape}**\n"
-            counts = [f"{count}: measured (predicted), ms" if count == 1 else str(count) for count in PARTITIONS]
-            yield from head("routing, tokens a rank", *counts, "chosen", "regret", "limit, ms", "fastest over it")
+    counts = [f"{count}: measured (predicted), ms" if count == 1 else str(count) for count in PARTITIONS]
+    for shape, there in found_of_shapes(out):
+        yield f"\n**{shape}**\n"
+        yield from head("routing, tokens a rank", *counts, "chosen", "regret", "limit, ms", "fastest over it")
         for point, content in there:
             yield from rows(point, content)
             all_found.append(Found(**content))
     if not all_found:
         return
     regrets = [one.regret for one in all_found]
-    errors = sorted(error for one in all_found for error in one.errors)
     long = [one.over_limit for one in all_found if one.seconds[one.fastest] >= LONG]
     yield ""
     yield from head("", "found", "asked for")
     for most, asked in ((0.05, "90 %"), (0.1, "")):
-        yield row(f"regret at most {most:.0%}", f"{sum(one <= most for one in regrets)} of {len(regrets)}", asked)
+        yield row(f"regret at most {most:.0%}", part(regrets, most), asked)
     yield row("regret in the mean, and the most", f"{statistics.mean(regrets):.1%}, {max(regrets):.1%}", "")
-    off = f"{statistics.median(errors):.1%}, {errors[int(0.9 * (len(errors) - 1))]:.1%}"
+    off = off_by(error for one in all_found for error in one.errors)
     yield row("all predictions off by, at the median and the 90th percentile", off, "")
-    yield row("fastest at most 1.3 times the limit", f"{sum(one <= 1.3 for one in long)} of {len(long)}", "all")
+    yield row("fastest at most 1.3 times the limit", part(long, 1.3), "all")
 
 
 def main() -> int:

@@ -208,26 +208,41 @@ def limits(work: LayerWorkload, cluster: Cluster) -> tuple[float, float, float]:
 # -------------------------------------------------------------------------------------------------------- the tables
 
 
+class Timed:
+    """Variants that were timed at one point."""
+
+    rounds: Mapping[str, Sequence[float]]
+    """Seconds of every round, by variant."""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The median of each variant's rounds."""
+        return {name: statistics.median(rounds) for name, rounds in self.rounds.items()}
+
+    @property
+    def fastest(self) -> str:
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+    def regret_of(self, chosen: str, others: Iterable[str]) -> float:
+        """Returns how much longer than the fastest of others a variant takes, in parts."""
+        return self.seconds[chosen] / min(self.seconds[name] for name in others) - 1
+
+
 @dataclass(frozen=True)
-class Judged:
+class Judged(Timed):
     """What a point's rounds say."""
 
     found: Found
 
     @property
-    def seconds(self) -> dict[str, float]:
-        """The median of each variant's rounds."""
-        return {name: statistics.median(rounds) for name, rounds in self.found.rounds.items()}
+    def rounds(self) -> Mapping[str, Sequence[float]]:
+        return self.found.rounds
 
     @property
     def single(self) -> str:
         """The fastest of the five systems as papers have them: no tokens that hop, but under expert-migration."""
         alone = [name for name in self.seconds if "hops" not in name and name.partition(":")[0] not in _STOCK]
         return min(alone, key=self.seconds.__getitem__)
-
-    @property
-    def fastest(self) -> str:
-        return min(self.seconds, key=self.seconds.__getitem__)
 
     @property
     def limit(self) -> float:
@@ -240,7 +255,7 @@ class Judged:
         """Returns how many times as fast as another variant what `auto` kept is: the ratio of the medians, and the
         least and the largest ratio of a round.
         """
-        pairs = zip(self.found.rounds[other], self.found.rounds[self.found.kept], strict=True)
+        pairs = zip(self.rounds[other], self.rounds[self.found.kept], strict=True)
         ratios = [theirs / ours for theirs, ours in pairs]
         return self.seconds[other] / self.seconds[self.found.kept], min(ratios), max(ratios)
 
@@ -267,12 +282,12 @@ class Judged:
 
     @property
     def regret(self) -> float:
-        return self._regret(self.found.kept, self.seconds)
+        return self.regret_of(self.found.kept, self.seconds)
 
     @property
     def regret_of_plan(self) -> float:
         """Returns the regret of what was planned, without trials."""
-        return self._regret(self.found.planned, self.seconds)
+        return self.regret_of(self.found.planned, self.seconds)
 
     @property
     def regret_of_partitions(self) -> float | None:
@@ -280,10 +295,7 @@ class Judged:
         None where something else was planned.
         """
         alike = [name for name in self.seconds if re.fullmatch(r"mpmoe:\d+:hops", name)]
-        return self._regret(self.found.planned, alike) if self.found.planned in alike else None
-
-    def _regret(self, chosen: str, others: Iterable[str]) -> float:
-        return self.seconds[chosen] / min(self.seconds[name] for name in others) - 1
+        return self.regret_of(self.found.planned, alike) if self.found.planned in alike else None
 
     @property
     def error(self) -> float:
@@ -323,6 +335,17 @@ def rows(point: Point, content: Mapping[str, Any]) -> Iterator[str]:
     )  # fmt: skip
 
 
+def part(numbers: Sequence[float], most: float) -> str:
+    """Returns how many of the numbers are at most so large, in words."""
+    return f"{sum(number <= most for number in numbers)} of {len(numbers)}"
+
+
+def off_by(errors: Iterable[float]) -> str:
+    """Returns the median of errors and their 90th percentile, in words."""
+    ordered = sorted(errors)
+    return f"{statistics.median(ordered):.1%}, {ordered[int(0.9 * (len(ordered) - 1))]:.1%}"
+
+
 def summary(judged: Sequence[tuple[Point, Judged]]) -> Iterator[str]:
     """Yields what is asked of all points, as a table."""
 
@@ -331,12 +354,9 @@ def summary(judged: Sequence[tuple[Point, Judged]]) -> Iterator[str]:
             return "-"
         return f"{statistics.geometric_mean(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
-    def part(numbers: Sequence[float], most: float) -> str:
-        return f"{sum(number <= most for number in numbers)} of {len(numbers)}"
-
     over_single = [one.over(one.single)[0] for _, one in judged]
     several = [one.over(one.single)[0] for point, one in judged if point.shape.layer.topk >= 4 and one.is_balanced]
-    regrets, errors = [one.regret for _, one in judged], sorted(abs(one.error) for _, one in judged)
+    regrets, errors = [one.regret for _, one in judged], [abs(one.error) for _, one in judged]
     of_plans = [one.regret_of_plan for _, one in judged]
     of_partitions = [regret for _, one in judged if (regret := one.regret_of_partitions) is not None]
     long = [one for _, one in judged if one.seconds[one.fastest] >= LONG]
@@ -349,8 +369,7 @@ def summary(judged: Sequence[tuple[Point, Judged]]) -> Iterator[str]:
     for most in (0.05, 0.1):
         yield row(f"the plan alone: regret at most {most:.0%}", part(of_plans, most), "")
     yield row("the number of partitions by the profile alone: regret at most 5 %", part(of_partitions, 0.05), "90 %")
-    off = f"{statistics.median(errors):.1%}, {errors[int(0.9 * (len(errors) - 1))]:.1%}"
-    yield row("predictions off by, at the median and the 90th percentile", off, "15 %, 30 %")
+    yield row("predictions off by, at the median and the 90th percentile", off_by(errors), "15 %, 30 %")
     yield row(
         "fastest at most 1.3 times the limit, where a step takes 100 ms",
         part([one.over_limit for one in long], 1.3),
@@ -371,18 +390,24 @@ def summary(judged: Sequence[tuple[Point, Judged]]) -> Iterator[str]:
         )
 
 
-def table(out: Path) -> Iterator[str]:
-    """Yields the tables of the points that are there."""
-    judged: list[tuple[Point, Judged]] = []
+def found_of_shapes(out: Path) -> Iterator[tuple[Shape, list[tuple[Point, dict[str, Any]]]]]:
+    """Yields the points that are there, with what they have found, shape by shape."""
     for shape in SHAPES:
         there = [(one, found) for one in POINTS if one.shape == shape and (found := found_at(out, one)) is not None]
         if there:
-            yield f"\n**{shape}**\n"
-            yield from head(
-                "routing, tokens a rank", "`alltoall`, ms", "best single system", "kept by `auto`", "times stock",
-                "times the best single", "regret", "fastest", "planned: predicted, measured", "wire", "inside",
-                "experts", "fastest over the largest", "fastest alone, its cores' time: over the largest of all",
-            )  # fmt: skip
+            yield shape, there
+
+
+def table(out: Path) -> Iterator[str]:
+    """Yields the tables of the points that are there."""
+    judged: list[tuple[Point, Judged]] = []
+    for shape, there in found_of_shapes(out):
+        yield f"\n**{shape}**\n"
+        yield from head(
+            "routing, tokens a rank", "`alltoall`, ms", "best single system", "kept by `auto`", "times stock",
+            "times the best single", "regret", "fastest", "planned: predicted, measured", "wire", "inside",
+            "experts", "fastest over the largest", "fastest alone, its cores' time: over the largest of all",
+        )  # fmt: skip
         for point, content in there:
             yield from rows(point, content)
             judged.append((point, Judged(Found(**content))))

@@ -73,11 +73,18 @@ def configs_of_step() -> list[Any]:
     return [chunk.config for chunk in getattr(_ending, "model_chunks", None) or ()]
 
 
-def may_skip_alone() -> bool:
-    """Whether the optimizer whose step has ended skips steps by the norm of gradients, which each rank may decide
-    otherwise (megatron-core 0.19: one without trained parameters has none).
+def refuse_lone_skips(what: str, instead: str) -> None:
+    """Raises ConfigurationError where the optimizer whose step has ended skips steps by the norm of gradients, which
+    each rank may decide otherwise (megatron-core 0.19: one without trained parameters has none).
+
+    Args:
+        what: what all ranks do together after a step.
+        instead: the way out besides that of a threshold at infinity.
     """
-    return math.isfinite(getattr(getattr(_ending, "config", None), "grad_norm_skip_threshold", math.inf))
+    if math.isfinite(getattr(getattr(_ending, "config", None), "grad_norm_skip_threshold", math.inf)):
+        raise ConfigurationError(
+            f"{what}, and with a grad_norm_skip_threshold each rank skips by itself: leave it at infinity, or {instead}"
+        )
 
 
 def _call(callbacks: list[Callable[[], None]]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto.controller import Controller
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
 from megatron_moe_opt.integration.micro_batches import follow_micro_batches
@@ -14,7 +13,7 @@ from megatron_moe_opt.integration.optimizer_step import (
     after_optimizer_step,
     before_optimizer_step,
     configs_of_step,
-    may_skip_alone,
+    refuse_lone_skips,
 )
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
@@ -78,11 +77,9 @@ def _after_skipped_step() -> None:
 def _step_ended(of_planned_model: Callable[[Controller], None]) -> None:
     if _controller is None:
         return
-    if may_skip_alone():
-        raise ConfigurationError(
-            "--moe-token-dispatcher-type auto counts the optimizer's steps with all ranks, and with a "
-            "grad_norm_skip_threshold each rank skips by itself: leave it at infinity, or name a dispatcher"
-        )
+    refuse_lone_skips(
+        "--moe-token-dispatcher-type auto counts the optimizer's steps with all ranks", "name a dispatcher"
+    )
     of_planned_model(_controller) if _is_of_planned_model() else _controller.clock.others_step_ended()
 
 

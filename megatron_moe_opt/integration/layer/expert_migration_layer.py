@@ -28,7 +28,7 @@ from megatron_moe_opt.integration.optimizer_step import (
     after_optimizer_step,
     before_optimizer_step,
     forget,
-    may_skip_alone,
+    refuse_lone_skips,
 )
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
@@ -133,11 +133,8 @@ def experts_to_migrate(layer: Any, options: Options) -> tuple[Migrate, list[Remo
 
 def _refuse_lone_skips() -> None:
     """Raises ConfigurationError where ranks may skip optimizer steps alone."""
-    if may_skip_alone():
-        raise ConfigurationError(
-            "experts that travel are sent again after a step of the optimizer, on all ranks, and with a "
-            f"grad_norm_skip_threshold each rank skips by itself: leave it at infinity, or take {PREFIX}domain-sizes 1"
-        )
+    what = "experts that travel are sent again after a step of the optimizer, on all ranks"
+    refuse_lone_skips(what, f"take {PREFIX}domain-sizes 1")
 
 
 def _expert_of(name: str) -> int | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,8 +14,7 @@ from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.runtime.engine.recording import recording
 from megatron_moe_opt.schedules.mpmoe import NONE
-from megatron_moe_opt.schedules.schedule import Kind
-from megatron_moe_opt.schedules.timeline import Timeline
+from megatron_moe_opt.schedules.schedule import Lane
 from megatron_moe_opt.systems.mpmoe import candidate
 from megatron_moe_opt.topology.agreement import known_to_all
 
@@ -35,7 +33,7 @@ def expert_overhead(
     device: torch.device,
     seconds: float,
     fused: Mapping[str, bool],
-    room: float = math.inf,
+    room: float,
 ) -> tuple[float, float] | None:
     """Returns the seconds by which an expert takes longer in a partition of a small layer, forward and backward, than
     simulated by its curve, which is of calls that follow each other: here its weights have left the caches since the
@@ -63,7 +61,7 @@ def expert_overhead(
     topk, sizes = min(TOPK, experts), (tp, world.ep, world.expert_tp)
     settings = LayerSettings((variant,), TOKENS, hidden, ffn_hidden, experts, topk, *sizes, dtype)
     layer = layer_under_test(settings, variant, world.ep, device, **fused)
-    steps: list[tuple[float, float]] = []
+    steps: list[list[float]] = []  # forward and backward
     for step in range(CALLS + 1):
         if step > 1 and meter.elapsed() > seconds:
             break
@@ -71,19 +69,10 @@ def expert_overhead(
         dist.barrier()
         with recording() as timelines:
             layer.step()
-        steps.append(_computing(timelines))
+        steps.append([one.busy(Lane.COMPUTE) for one in timelines])
     of_all_ranks = [step for of_rank in known_to_all(steps[1:]) for step in of_rank]
     measured = [statistics.median(of_pass) for of_pass in zip(*of_all_ranks, strict=True)]
-    simulated = candidate(LayerOnCluster(settings.workload(world.ep), cluster), COUNT, NONE).timelines
-    longer = [took - curve for took, curve in zip(measured, _computing(simulated), strict=True)]
+    simulated = candidate(LayerOnCluster(settings.workload(world.ep), cluster), COUNT, NONE).timelines[: len(measured)]
+    longer = (took - one.busy(Lane.COMPUTE) for took, one in zip(measured, simulated, strict=True))
     forward, backward = (max(0.0, one / (COUNT * here)) for one in longer)
-    return forward, backward
-
-
-def _computing(timelines: Sequence[Timeline]) -> tuple[float, float]:
-    """Returns the seconds in which experts are computed, forward and backward."""
-    spans = [span for timeline in timelines for span in timeline.spans]
-    forward, backward = (
-        sum(span.end - span.start for span in spans if span.op.kind is kind) for kind in (Kind.COMPUTE, Kind.GRADIENT)
-    )
     return forward, backward
