@@ -179,12 +179,17 @@ class AutoChooser(Chooser):
     hopeless = 3.0
     """The multiple of the fastest prediction above which a variant is not measured, unless auto tried it."""
 
-    def __init__(self) -> None:
+    def __init__(self, besides: Sequence[str] = ()) -> None:
+        """
+        Args:
+            besides: variants that are measured whatever is predicted for them.
+        """
         self._controller: Controller | None = None
+        self._besides = besides
         self._measured: tuple[str, ...] = ()
 
     def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
-        """Has auto choose, and returns what it tried and what was predicted to be fast."""
+        """Has auto choose, and returns what it tried, what was predicted to be fast, and what is measured besides."""
         from megatron_moe_opt.integration.auto.auto_layer import current_controller
         from megatron_moe_opt.integration.measuring.under_test import layer_under_test
 
@@ -197,7 +202,7 @@ class AutoChooser(Chooser):
                 is_hopping = "hops" in one.variant
                 of_families.setdefault((one.family, is_hopping), []).append(one.variant)
         fastest = [variant for variants in of_families.values() for variant in variants[: self.of_each_system]]
-        self._measured = tuple(dict.fromkeys([*self._controller.measured, *fastest]))
+        self._measured = tuple(dict.fromkeys([*self._controller.measured, *fastest, *self._besides]))
         return self._measured
 
     def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:

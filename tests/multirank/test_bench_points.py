@@ -11,7 +11,7 @@ from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, INSIDE
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.multirank.test_timed_papers import described, on_two_nodes
 from tools import bench_points
-from tools.bench_points import POINTS, SHAPES, Found, Judged
+from tools.bench_points import IN_PARTITIONS, POINTS, SHAPES, Found, Judged
 from tools.points import file_of, found_at, time_points
 
 
@@ -38,6 +38,8 @@ FOUND = Found(
     experts=0.16,
     alone=0.18,
     processors=0.17,
+    in_partitions={"mpmoe:2:hops": 0.22, "mpmoe:3:hops": 0.209},
+    partitions="mpmoe:3:hops",
 )
 
 
@@ -56,7 +58,8 @@ def test_a_point_is_judged_by_the_medians_of_its_rounds(tmp_path):
         for line in lines
     )
     assert "| the same at top-k of 4 and more, experts 0.5 to 2 of the wire | 1.500 (1.50 to 1.50) | 1.3 |" in lines
-    assert "| the number of partitions by the profile alone: regret at most 5 % | 1 of 1 | 90 % |" in lines
+    assert "| the number of partitions by the profile alone: regret at most 5% | 1 of 1 | 90 % |" in lines
+    assert f"| uniform, {point.tokens} | 200 (220) | 190 (209) | 3 | 0.0% |" in lines
     assert "| fastest at most 1.3 times the limit, where a step takes 100 ms | 1 of 1 | all |" in lines
 
 
@@ -86,3 +89,5 @@ def test_a_point_is_planned_tried_and_timed(ranks, tmp_path):
     assert any("hops" in name for name in found.rounds) and all(len(one) == 2 for one in found.rounds.values())
     assert found.wire > 0 and found.inside > 0 and found.experts > 0
     assert found.alone > 0 and found.processors > 0
+    assert found.in_partitions.keys() == set(IN_PARTITIONS) <= found.rounds.keys()
+    assert found.partitions in IN_PARTITIONS
