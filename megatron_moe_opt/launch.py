@@ -39,7 +39,8 @@ def run_script(path: Path, arguments: list[str]) -> None:
     module.__builtins__ = __builtins__
     sys.modules["__main__"] = module
     sys.argv = [str(path), *arguments]
-    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    # Not with this module's __future__ imports, which would make text of the script's annotations.
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
 
 
 def main(arguments: list[str], inside: AbstractContextManager[object] | None = None) -> None:

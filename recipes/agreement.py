@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -32,6 +34,28 @@ def check_on_all_ranks(check: Callable[[], object]) -> None:
         text = str(error)
     if first := first_of_all_ranks(text):
         raise ConfigurationError(first)
+
+
+def check_is_shared(folder: Path, sentence: str) -> None:
+    """Sees that every rank finds a folder in which rank 0 can write; called by all ranks.
+
+    Raises:
+        ConfigurationError: on all ranks, where it is not the same on all nodes; with the sentence.
+    """
+    (name,) = known_to_all(f".seen-{secrets.token_hex(8)}")[:1]
+    mark = folder / name
+    if reason := fails_on_first_rank(mark.touch):
+        raise ConfigurationError(f"{folder} cannot be written ({reason})")
+
+    def find() -> None:
+        if not mark.is_file():
+            raise ConfigurationError(sentence)
+
+    try:
+        check_on_all_ranks(find)
+    finally:
+        if dist.get_rank() == 0:
+            mark.unlink(missing_ok=True)
 
 
 def fails_on_first_rank(work: Callable[[], object]) -> str | None:

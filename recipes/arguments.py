@@ -163,13 +163,16 @@ def _check_positive(args: argparse.Namespace) -> None:
         "num_layers hidden_size ffn_hidden_size num_attention_heads seq_length vocab_size num_experts"
         " moe_router_topk moe_ffn_hidden_size tensor_model_parallel_size pipeline_model_parallel_size"
         " context_parallel_size expert_model_parallel_size expert_tensor_parallel_size"
-        " distributed_timeout_minutes micro_batch_size train_iters lr log_interval"
+        " distributed_timeout_minutes micro_batch_size train_iters lr log_interval make_vocab_size_divisible_by"
     )
     optional = "global_batch_size save_interval exit_interval moe_shared_expert_intermediate_size"
     for name in f"{names} {optional}".split():
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise ConfigurationError(f"{_flag(name)} {value} must be more than 0")
+    for name in ("eval_iters", "min_lr", "weight_decay", "lr_warmup_iters"):
+        if (value := getattr(args, name)) < 0:
+            raise ConfigurationError(f"{_flag(name)} {value} must be 0 or more")
 
 
 def _flag(name: str) -> str:

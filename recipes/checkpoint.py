@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import flush, write_text_whole
-from megatron_moe_opt.runtime.engine.collectives import CollectiveError
+from megatron_moe_opt.planning.costs.differences import differences
+from megatron_moe_opt.runtime.job import failure_board
 from megatron_moe_opt.topology.layouts import Layout
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -48,6 +49,8 @@ MODEL_ARGUMENTS = (
 )
 # How Megatron lays out a checkpoint; to it comes the format of the distributed optimizer's state.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+_OF_COMMAND_LINE = ("max_lr", "min_lr", "betas")
+"""What Megatron's groups of parameters keep of the command line, and would take from a checkpoint."""
 _ROOM = 1 << 20  # bytes that must be free, at least, for a checkpoint to be begun
 AS_IN_MEMORY = "dp_reshardable"  # no gathering on one rank
 BY_PARAMETER = "fully_reshardable"
@@ -111,17 +114,22 @@ class Checkpointer:
             dist_checkpointing.save(state, str(partial), content_metadata=_content(self._format))
         except CheckpointException as error:  # all ranks raise it, one knows why
             raise failure(TrainingError, first_of_all_ranks(_first_cause(error)) or "unknown reason") from error
-        except CollectiveError:
-            raise
         except (OSError, RuntimeError) as error:
+            if failure_board.is_of_communication(error):
+                raise
             raise failure(RankError, str(error)) from error
         if reason := fails_on_first_rank(functools.partial(publish, partial, final, iteration)):
             raise failure(TrainingError, reason)
         return final
 
     @torch.no_grad()  # fp32 parameters are written in place
-    def load(self, path: Path) -> tuple[int, int]:
-        """Load the checkpoint in `path`, called by all ranks. Returns its iteration and the samples consumed by it.
+    def load(self, path: Path) -> tuple[int, int, str | None]:
+        """Load the checkpoint in `path`, called by all ranks. The learning-rate schedule, weight decay and Adam's betas
+        stay this run's.
+
+        Returns:
+            The checkpoint's iteration, the samples consumed by it, and in words what of the schedule this run has
+            otherwise; None: nothing.
 
         Raises ConfigurationError where it was saved by a model of another shape or under another layout.
         """
@@ -132,11 +140,15 @@ class Checkpointer:
         saved_format = content.get("distrib_optim_sharding_type", AS_IN_MEMORY) if by_place else BY_PARAMETER
         state = dist_checkpointing.load(self._sharded_state(saved_format, is_loading=True), str(path))
         self._model.module.load_state_dict(state["model"])
+        ours = [{name: group[name] for name in _OF_COMMAND_LINE} for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict(state["optimizer"])
+        for group, of_group in zip(self._optimizer.param_groups, ours, strict=True):
+            group.update(of_group)
         _separate_steps(self._optimizer)
+        here, there = (_schedule(one) for one in (self._scheduler.state_dict(), state["opt_param_scheduler"]))
         self._scheduler.load_state_dict(state["opt_param_scheduler"])
         _set_rng_state(state["rng_state"])
-        return state["iteration"], state["consumed_samples"]
+        return state["iteration"], state["consumed_samples"], differences(here, there)
 
     def _sharded_state(self, optimizer_format: str, is_loading: bool) -> dict[str, Any]:
         metadata = _content(optimizer_format) | {
@@ -164,6 +176,11 @@ class Checkpointer:
                 f"--load: {path} was saved with {say_sizes(saved_sizes)}, but this run has {say_sizes(self._sizes)};"
                 " use the same parallel sizes and number of ranks"
             )
+
+
+def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a scheduler's state says of the schedule; weight decay is constant, however long it takes."""
+    return {name: value for name, value in state.items() if name not in ("num_steps", "wd_incr_steps")}
 
 
 def parallel_sizes(layout: Layout) -> dict[str, int]:

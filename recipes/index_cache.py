@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import secrets
 import stat
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-from agreement import check_on_all_ranks
+from agreement import check_is_shared, check_on_all_ranks
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_folder
@@ -54,25 +53,21 @@ def make_index_cache(args: argparse.Namespace) -> Path:
 
     Raises ConfigurationError, on all ranks, where it cannot be made, belongs to others, or is not the same everywhere.
     """
-    seen = [f".seen-{secrets.token_hex(8)}"]
-    dist.broadcast_object_list(seen)
-    is_first = dist.get_rank() == 0
-    check_on_all_ranks(partial(_make, args, seen[0]) if is_first else lambda: None)
-    try:
-        check_on_all_ranks(partial(_find, args, seen[0]))
-    finally:
-        if is_first:
-            (index_cache(args) / seen[0]).unlink(missing_ok=True)
-    return index_cache(args)
+    check_on_all_ranks(partial(_make, args) if dist.get_rank() == 0 else lambda: None)
+    folder = index_cache(args)
+    check_is_shared(
+        folder,
+        f"the folder of the sample indices, {folder}, is not the same on all nodes: name one that they share with"
+        f" {FLAG}",
+    )
+    return folder
 
 
-def _make(args: argparse.Namespace, mark: str) -> None:
-    """Make the folder, and in it the mark that the other ranks look for."""
+def _make(args: argparse.Namespace) -> None:
     folder = index_cache(args)
     if args.data_cache_path is None:
         _make_own(folder.parent)
     check_output_folder(FLAG, folder)
-    (folder / mark).touch()
 
 
 def _make_own(folder: Path) -> None:
@@ -89,13 +84,4 @@ def _make_own(folder: Path) -> None:
         raise ConfigurationError(
             f"the folder of the sample indices, {folder}, can be written by others, who could have any code run: make"
             f" it yours alone (chmod 700), or name another with {FLAG}"
-        )
-
-
-def _find(args: argparse.Namespace, mark: str) -> None:
-    folder = index_cache(args)
-    if not (folder / mark).is_file():
-        raise ConfigurationError(
-            f"the folder of the sample indices, {folder}, is not the same on all nodes: name one that they share with"
-            f" {FLAG}"
         )

@@ -124,5 +124,7 @@ def build_optimizer(
         end_wd=args.weight_decay,
         wd_incr_steps=args.train_iters * samples,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,  # else a resumed run would go on by the schedule of the one before
+        override_opt_param_scheduler=True,
     )
     return optimizer, scheduler

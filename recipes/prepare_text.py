@@ -122,7 +122,9 @@ def describe_source(folder: Path, paths: list[Path]) -> Source:
     digest = hashlib.sha256()
     for path in paths:
         status = path.stat()
-        digest.update(f"{path.relative_to(folder)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        digest.update(
+            f"{path.relative_to(folder)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape")
+        )
     return Source(str(folder.resolve()), len(paths), digest.hexdigest())
 
 

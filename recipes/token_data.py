@@ -87,6 +87,10 @@ def _check_dataset(args: argparse.Namespace, prefix: str) -> None:
 
 def _check_splits(args: argparse.Namespace, prefix: str, lengths: numpy.ndarray) -> None:
     weights = _split_weights(args.split)
+    if args.eval_iters and not weights[1]:
+        raise ConfigurationError(
+            f"--eval-iters {args.eval_iters}: --split {args.split} has no validation part; give it one, such as 99,1,0"
+        )
     bounds = numpy.concatenate(([0.0], numpy.cumsum(weights))) / sum(weights)
     # The same rounding as BlendedMegatronDatasetBuilder, which shares out whole documents.
     documents = [round(float(bound) * float(len(lengths))) for bound in bounds]

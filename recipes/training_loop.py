@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from agreement import RankError, TrainingError, check_on_all_ranks
+from agreement import RankError, TrainingError, check_is_shared, check_on_all_ranks
 from arguments import PROGRAM, check_arguments, check_folders, parse_arguments
 from checkpoint import Checkpointer, check_may_replace, find_checkpoint, parallel_sizes, say_last_complete, say_sizes
 from index_cache import make_index_cache
@@ -50,6 +50,7 @@ from megatron_moe_opt.runtime.job import failure_board
 from megatron_moe_opt.runtime.job.gpu_of_rank import take_gpu
 from megatron_moe_opt.runtime.job.same_start import say_together, start_alike
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
+from megatron_moe_opt.topology.agreement import found_by_first
 from megatron_moe_opt.topology.layouts import Layout
 from megatron_moe_opt.topology.nodes import discover_nodes
 from megatron_moe_opt.topology.process_groups import all_let_go
@@ -189,6 +190,11 @@ def run(args: argparse.Namespace, options: Options, layout: Layout, device: torc
     with ExitStack() as stack:
         if args.save:
             check_on_all_ranks(partial(take_save_folder, args.save, stack))
+            check_is_shared(
+                Path(args.save),
+                f"--save {args.save} is not the same folder on all nodes, each of which would have a part of every"
+                " checkpoint: name one that they share",
+            )
         train(args, config, options, layout, device, console)
 
 
@@ -287,17 +293,30 @@ def resume(args: argparse.Namespace, checkpointer: Checkpointer, console: Consol
     """Load what `--load` asks for. Returns the iterations done and samples consumed; 0, 0 from scratch."""
     if not args.load:
         return 0, 0
-    path = find_checkpoint(args.load, args.ckpt_step)
+    path = found_by_first(partial(find_checkpoint, args.load, args.ckpt_step), dist.group.WORLD)
     if path is None:
         if args.exit_on_missing_checkpoint:
             raise ConfigurationError(f"--load {args.load} holds no complete checkpoint; save one there first")
         console.print(f"no checkpoint in {args.load} yet: starting from scratch", highlight=False, soft_wrap=True)
         return 0, 0
-    iteration, consumed_samples = checkpointer.load(path)
+    check_on_all_ranks(partial(see_checkpoint, args.load, path))
+    iteration, consumed_samples, others = checkpointer.load(path)
     if iteration >= args.train_iters:
         raise ConfigurationError(f"--train-iters {args.train_iters} is reached already in {path}; raise it")
     console.print(f"resumed from {path}", highlight=False, soft_wrap=True)
+    if others is not None:
+        console.print(
+            f"the learning rate goes by this command line's schedule, in steps of samples: {others}",
+            highlight=False,
+            soft_wrap=True,
+        )
     return iteration, consumed_samples
+
+
+def see_checkpoint(folder: str, path: Path) -> None:
+    """Refuses a folder that this rank's node does not share with that of rank 0, which has found the checkpoint."""
+    if not path.is_dir():
+        raise ConfigurationError(f"--load {folder}: {path} is not there on all nodes: name a folder that they share")
 
 
 def open_logs(args: argparse.Namespace, stack: ExitStack) -> Callable[[dict[str, Any], reports.Reports], None]:

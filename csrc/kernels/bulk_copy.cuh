@@ -10,13 +10,13 @@
 namespace moe_opt {
 namespace cuda {
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDACC_VER_MAJOR__ < 12)  // 11.8 knows sm_90, not its copies
 constexpr bool kBulkStores = false;
 #else
 constexpr bool kBulkStores = true;
 #endif
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ >= 12
 // Shows what this thread has written to shared memory to the TMA unit.
 __device__ __forceinline__ void bulk_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Addresses and bytes are multiples of 16.

@@ -5,15 +5,27 @@
 #include <atomic>
 #include <cstring>
 
+#ifdef MOE_OPT_X86
+#include <cpuid.h>
+#endif
+
 namespace moe_opt {
 namespace cpu {
 namespace {
+
+#ifdef MOE_OPT_X86
+// __builtin_cpu_supports("f16c") is an error to GCC before 11 and to clang before 18.
+bool has_f16c() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
 
 const CpuKernels* find_kernels(const char* name) {
   const bool best = std::strcmp(name, "best") == 0;
 #ifdef MOE_OPT_X86
   __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && has_f16c();
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (has_avx512 && (best || std::strcmp(name, "avx512") == 0)) return &avx512::kernels;

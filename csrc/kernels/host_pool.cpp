@@ -1,14 +1,17 @@
 #include "host_pool.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <fstream>
 #include <iterator>
 #include <list>
 #include <mutex>
 #include <new>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -63,12 +66,43 @@ void system_release(void* block, int64_t size) {
   }
 }
 
-// An eighth of the machine's memory, and half of it for all ranks on it together.
-int64_t default_limit() {
-  const int64_t memory = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
-  const char* ranks = std::getenv("LOCAL_WORLD_SIZE");  // as torchrun sets it
-  return memory / std::max(8LL, ranks == nullptr ? 0LL : 2 * std::atoll(ranks));
+// The least limit of the control group in `folder`, below `root`, and of those that it is in.
+int64_t limit_of_group(const std::string& root, std::string folder, const char* file, int64_t memory) {
+  while (true) {
+    int64_t limit = 0;
+    if (std::ifstream(root + folder + file) >> limit) memory = std::min(memory, limit);  // "max" is no number
+    const size_t end = folder.find_last_of('/');
+    if (end == std::string::npos) return memory;
+    folder.resize(end);
+  }
 }
+
+// What the machine has, or what its containers and jobs leave of it to this process.
+int64_t memory_of_process() {
+  int64_t memory = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
+  std::ifstream groups("/proc/self/cgroup");  // a line each: number:controllers:folder
+  for (std::string line; std::getline(groups, line);) {
+    const size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1), folder = line.substr(second + 1);
+    if (controllers.empty()) memory = limit_of_group("/sys/fs/cgroup", folder, "/memory.max", memory);
+    if (controllers == "memory") {
+      memory = limit_of_group("/sys/fs/cgroup/memory", folder, "/memory.limit_in_bytes", memory);
+    }
+  }
+  return memory;
+}
+
+// The ranks on this machine, as torchrun, Slurm or Open MPI say it; 1 where none does.
+int64_t ranks_here() {
+  for (const char* name : {"LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"}) {
+    if (const char* ranks = std::getenv(name)) return std::max(1LL, std::atoll(ranks));
+  }
+  return 1;
+}
+
+// An eighth of the memory, and half of it for all ranks here together.
+int64_t default_limit() { return memory_of_process() / std::max(int64_t{8}, 2 * ranks_here()); }
 
 class Pool {
  public:
@@ -108,6 +142,10 @@ class Pool {
     for (const FreeBlock& old : evicted) system_release(old.block, old.size);
   }
 
+  // Around a fork: no other thread's hold of the lock goes into the child, where nobody would let it go.
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
   HostPoolStats stats() {
     std::lock_guard<std::mutex> lock(mutex_);
     return stats_;
@@ -136,12 +174,27 @@ class Pool {
         return block;
       }
     }
-    void* block = system_allocate(size);
+    void* block = allocate_or_evict(size);
     std::lock_guard<std::mutex> lock(mutex_);
     used_.emplace(block, size);
     stats_.used_bytes += size;
     ++stats_.misses;
     return block;
+  }
+
+  // Where the system has no memory left, it gets back what is cached.
+  void* allocate_or_evict(int64_t size) {
+    try {
+      return system_allocate(size);
+    } catch (const std::bad_alloc&) {
+      std::vector<FreeBlock> evicted;
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+        evicted = evict_down_to(0);
+      }
+      for (const FreeBlock& old : evicted) system_release(old.block, old.size);
+    }
+    return system_allocate(size);
   }
 
   // Takes the oldest free blocks out until `bytes` are left; the caller returns them to the system, unlocked.
@@ -168,6 +221,8 @@ class Pool {
 
 Pool& pool() {
   static Pool* const instance = new Pool;  // leaked on purpose, see the header
+  static const int forks [[maybe_unused]] =
+      pthread_atfork([] { pool().lock(); }, [] { pool().unlock(); }, [] { pool().unlock(); });
   return *instance;
 }
 

@@ -96,6 +96,12 @@ struct PlainFormat {
   }
 };
 
+// Instructions that convert e4m3: of sm_90, and from CUDA 12.1 on of sm_89.
+#if defined(__CUDA_ARCH__) && \
+    (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201))
+#define MOE_OPT_CVT_E4M3
+#endif
+
 // Two codes, the first in the low byte; the values are NaN, or at most 512 in magnitude.
 __device__ __forceinline__ unsigned int code_of(float value) {
   const unsigned int bits = __float_as_uint(value), magnitude = bits & 0x7fffffffu;
@@ -106,7 +112,7 @@ __device__ __forceinline__ unsigned int code_of(float value) {
   return magnitude < 0x7f800000u ? code : 0x7fu;
 }
 __device__ __forceinline__ unsigned int codes_of(float first, float second) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#ifdef MOE_OPT_CVT_E4M3
   unsigned short codes;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(codes) : "f"(first), "f"(second));
   return codes;
@@ -117,7 +123,7 @@ __device__ __forceinline__ unsigned int codes_of(float first, float second) {
 
 // The values of two codes, exactly.
 __device__ __forceinline__ void values_of(unsigned int codes, float* out) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#ifdef MOE_OPT_CVT_E4M3
   unsigned int halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(codes)));
   unpack(halves, __half{}, out);

@@ -55,6 +55,7 @@ class CudaStreams : public Streams {
   Stream current() override { return c10::cuda::getCurrentCUDAStream(device_).id(); }
 
   std::unique_ptr<Event> record(Stream stream, bool timed) override {
+    const c10::cuda::CUDAGuard guard(device_);  // the calling thread's own device may be another
     auto event = std::make_unique<CudaEvent>(timed);
     const cudaStream_t on = cuda(stream);
     C10_CUDA_CHECK(cudaEventRecord(event->event, on));
@@ -62,6 +63,7 @@ class CudaStreams : public Streams {
     return event;
   }
   void wait(Stream stream, const Event& event) override {
+    const c10::cuda::CUDAGuard guard(device_);
     const cudaStream_t on = cuda(stream);
     C10_CUDA_CHECK(cudaStreamWaitEvent(on, event_of(event), 0));
     trace([&](const auto& it) { it.trace_gpu_event_wait(c10::kCUDA, number(event_of(event)), number(on)); });

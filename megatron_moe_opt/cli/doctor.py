@@ -83,7 +83,7 @@ def _torch() -> Iterator[Finding]:
     try:
         import torch
         import torch.distributed as dist
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # the latter where a library of CUDA is missing
         yield Finding("PyTorch", _first_line(error), f"pip install 'torch>={_dotted(OLDEST_TORCH)}'")
         return
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
@@ -106,9 +106,10 @@ def _torch() -> Iterator[Finding]:
 
 
 def _extension() -> Iterator[Finding]:
-    if find_spec("torch") is None:
-        return  # there is nothing to build it for yet
-    import torch
+    try:
+        import torch
+    except (ImportError, OSError):
+        return  # said above: there is nothing to build it for yet
 
     try:
         from megatron_moe_opt.kernels.extension import build_info

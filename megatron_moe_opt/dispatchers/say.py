@@ -18,17 +18,17 @@ _PROFILE = "profile"
 _said: set[tuple[str, Hashable]] = set()
 
 
-def say(dispatcher: str, line: str) -> None:
-    """Prints a line on rank 0; before there are process groups, on every rank that calls it."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+def say(dispatcher: str, line: str, on_any: bool = False) -> None:
+    """Prints a line on rank 0, or `on_any` rank that calls it; before there are process groups, on every one."""
+    if on_any or not dist.is_initialized() or dist.get_rank() == 0:
         print(f"moe-opt: {dispatcher}: {line}", flush=True)
 
 
-def say_once(dispatcher: str, choice: Hashable, line: Callable[[], str]) -> None:
-    """Prints `line()` on rank 0 when a choice is made for the first time, whichever layer makes it."""
+def say_once(dispatcher: str, choice: Hashable, line: Callable[[], str], on_any: bool = False) -> None:
+    """Prints `line()`, as `say` does, when a choice is made for the first time, whichever layer makes it."""
     if (dispatcher, choice) not in _said:
         _said.add((dispatcher, choice))
-        say(dispatcher, line())
+        say(dispatcher, line(), on_any)
 
 
 def say_other_settings(dispatcher: str, file: object, measured: Mapping[str, object] | None) -> None:

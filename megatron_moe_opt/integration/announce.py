@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.gpu_settings import blocking_waits, needless_queue, too_few_queues
+from megatron_moe_opt.integration.layer.configured_workload import moe_layers
+from megatron_moe_opt.integration.layer.layer_passes import number_of
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.row_format import SAME
@@ -20,12 +22,13 @@ _layers: list[tuple[weakref.ref[Any], str, Any, str]] = []
 
 
 def announce(layer: Any, name: str, dispatcher: Any, options: Options) -> None:
-    """Prints one line on rank 0 when the first of the layers built so far runs for the first time.
+    """Prints one line when the first of the layers built so far runs for the first time: on rank 0, or, where its
+    pipeline stage has no MoE layer, on the first rank of the stage that has the model's first one.
 
     Waiting for the first forward pass lets one line speak for all layers of the model; the layer's second pass, the
     first to know what streams a pass uses, says where these are more than hardware queues.
     """
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if not _is_first_of_stage():
         return
     more = "" if options.expert_order is None else f"; experts in the order of {options.expert_order}"
     if options.wire.of_rows(layer.config.params_dtype is torch.bfloat16) != SAME:
@@ -37,19 +40,34 @@ def announce(layer: Any, name: str, dispatcher: Any, options: Options) -> None:
     def speak() -> None:
         nonlocal handle
         handle.remove()
-        if _layers:  # else another layer has spoken for this one
-            _print_lines()
+        if _layers and _print_lines():  # else another layer has spoken for this one
             handle = before_pass(layer, lambda *_: speak_of_streams())
 
     def speak_of_streams() -> None:
         handle.remove()
         waits = too_few_queues(streams_in_use())
         if waits is not None:
-            say_once(name, waits, lambda: waits)
+            say_once(name, waits, lambda: waits, on_any=True)
 
 
-def _print_lines() -> None:
-    """Prints a line for each different dispatcher: nearly always one."""
+def _is_first_of_stage() -> bool:
+    from megatron.core import parallel_state
+
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        return True
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return data_rank == parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _print_lines() -> bool:
+    """Prints a line for each different dispatcher: nearly always one. Returns whether it was this rank's to do so."""
+    there = [layer for reference, *_ in _layers if (layer := reference()) is not None]
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if not is_first and not any(number_of(layer) == moe_layers(layer.config)[0] for layer in there):
+        _layers.clear()
+        return False
     numbers: dict[tuple[str, str], list[int]] = {}
     waits = {blocking_waits()} if torch.cuda.is_available() else set()
     for reference, name, dispatcher, more in _layers:
@@ -59,7 +77,7 @@ def _print_lines() -> None:
             sizes = layer.config.tensor_model_parallel_size, layer.config.context_parallel_size
             waits.add(needless_queue(*sizes, torch.cuda.get_device_capability()[0]))
         if layer is not None:
-            numbers.setdefault((name, what), []).append(layer.layer_number or 0)
+            numbers.setdefault((name, what), []).append(number_of(layer))
     _layers.clear()
     for line in sorted(waits - {None}):
         print(f"moe-opt: {line}", flush=True)
@@ -70,3 +88,4 @@ def _print_lines() -> None:
             f"chosen by --moe-token-dispatcher-type {name}",
             flush=True,
         )
+    return True

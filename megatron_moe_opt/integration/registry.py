@@ -38,7 +38,7 @@ from megatron_moe_opt.integration.checks import (
 from megatron_moe_opt.integration.layer.layer_passes import name_passes
 from megatron_moe_opt.integration.layer.layer_seam import LayerSlot
 from megatron_moe_opt.integration.layer.netmoe_layer import wrap_transformer_block
-from megatron_moe_opt.integration.layer.ordered_experts import keep_expert_order
+from megatron_moe_opt.integration.layer.ordered_experts import forget_orders, keep_expert_order
 from megatron_moe_opt.integration.layer.overlapped_batches import keep_expert_inputs, name_batches, overlaps_batches
 from megatron_moe_opt.integration.layer.replicated_tokens import (
     holds_replicated_tokens,
@@ -81,6 +81,7 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
     _options, _refuses_unread = options or Options(), refuse_unread
     new_controller()
     _compared.clear()
+    forget_orders()
     _check_version()
     try:
         from megatron.core.transformer.moe.moe_layer import MoELayer

@@ -30,6 +30,7 @@ from megatron_moe_opt.systems.system import (
     System,
     check_first_pass,
     chosen_by_profile,
+    flag_of,
     given_flag,
     option,
     quantization,
@@ -38,7 +39,7 @@ from megatron_moe_opt.systems.system import (
 from megatron_moe_opt.topology.domains import ExpertDomains
 
 NAME = "expert-migration"
-RESIDUALS = ("last", "shared")
+RESIDUALS = LAST, SHARED = "last", "shared"
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class MigrationOptions(SharedOptions):
         one_of(*RESIDUALS),
         "what compressed experts are sent as differences from: last, the copies that receivers hold, which begin as "
         "whole experts; or shared, copies that begin as the experts' mean and follow it (default: %(default)s)",
-        RESIDUALS[0],
+        LAST,
     )
     shared_expert_interval: int = option(
         "shared-expert-interval",
@@ -140,7 +141,14 @@ class MigrationOptions(SharedOptions):
         named: `auto` tries others.
         """
         if self.experts_may_travel:
+            self._check_compressed()
             return
+        for name in ("prefetch_layers", "residuals", "shared_expert_interval"):
+            if (value := getattr(self, name)) != getattr(MigrationOptions(), name):
+                raise ConfigurationError(
+                    f"{flag_of(MigrationOptions, name)} {shown(value)} is about experts that travel, and none does: "
+                    f"give {PREFIX}domain-sizes above 1, or drop it"
+                )
         for flag, ratio in self.compression.items():
             raise ConfigurationError(
                 f"{flag} {ratio:g} has nothing to compress where no expert travels: give {PREFIX}domain-sizes above 1"
@@ -149,6 +157,19 @@ class MigrationOptions(SharedOptions):
             raise ConfigurationError(
                 f"{self._residents} bounds what is held of experts that travel, and none does: give "
                 f"{PREFIX}domain-sizes above 1"
+            )
+
+    def _check_compressed(self) -> None:
+        """Refuses what says how experts are compressed where they are not, or otherwise."""
+        if self.residuals != LAST and self.compression_ratio is None:
+            raise ConfigurationError(
+                f"{PREFIX}residuals {self.residuals} says how compressed experts travel, and they travel whole: give "
+                f"{PREFIX}compression-ratio, or drop it"
+            )
+        if self.shared_expert_interval != MigrationOptions().shared_expert_interval and self.residuals != SHARED:
+            raise ConfigurationError(
+                f"{PREFIX}shared-expert-interval {self.shared_expert_interval} is about {PREFIX}residuals {SHARED}: "
+                "give that, or drop it"
             )
 
     @property
@@ -333,7 +354,9 @@ def _domain_choices(layer: LayerOnCluster) -> Iterator[tuple[DomainChoice, dict[
         of_passes = [
             seconds - layer.skew.hidden(domains, exchange, seconds) for seconds in layer.seconds_of_experts(rows, holds)
         ]
-        passes = expert_migration.timelines(migration, domains, curves, of_passes, layer.seconds_of_codec)
+        passes = expert_migration.timelines(
+            migration, domains, curves, of_passes, layer.seconds_of_codec, layer.costs.overhead
+        )
         copies = Timeline.in_turn("experts copied", [(Op(Kind.COPY, Lane.COMPUTE), layer.seconds_of_copies(holds))])
         experts = sum(of_passes)
         terms = {

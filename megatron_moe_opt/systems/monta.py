@@ -89,6 +89,17 @@ class MontaOptions(SharedOptions):
             )
 
 
+def check_cuts(options: MontaOptions) -> None:
+    """Refuses chunks at the level that has none, which is MoNTA's without a profile and unless another is named. For a
+    dispatcher that is named: `chunks` alone says something to others.
+    """
+    if options.levels == ("O1",) and options.chunks not in (None, 1):
+        raise ConfigurationError(
+            f"{PREFIX}chunks {options.chunks} has no meaning at level O1, which does not cut, and is the one without "
+            f"{PREFIX}monta-level: give {PREFIX}monta-level O2 or O3"
+        )
+
+
 def pipelining(config: Any, groups: Any, options: MontaOptions) -> Any:
     """Returns the Pipelining of a layer's rows that options of MoNTA ask for. A collective call over its groups."""
     from megatron_moe_opt.dispatchers.pipelining import pipelining_of
@@ -152,6 +163,7 @@ MONTA = System(
     options=MontaOptions,
     reads=("profile", "expert_order", "wire"),
     build=_build,
+    check=lambda config, options, arguments: check_cuts(options),
     grammar=Grammar(parse_pipeline, _write),
     candidates=_candidates,
 )

@@ -18,7 +18,14 @@ from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules import netmoe as hops
 from megatron_moe_opt.schedules.monta import EP, even_chunks
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
-from megatron_moe_opt.systems.monta import DEFAULT_CHUNKS, MontaOptions, parse_pipeline, pipelines, pipelining
+from megatron_moe_opt.systems.monta import (
+    DEFAULT_CHUNKS,
+    MontaOptions,
+    check_cuts,
+    parse_pipeline,
+    pipelines,
+    pipelining,
+)
 from megatron_moe_opt.systems.mpmoe import check_levels
 from megatron_moe_opt.systems.system import (
     FLAG,
@@ -132,6 +139,7 @@ def _check_way(config: Any, options: Any) -> None:
         )
     check_levels(options)
     if options.way != HOPS:
+        check_cuts(options)
         return
     flag = f"{PREFIX}way {HOPS}"
     if config.expert_model_parallel_size == 1:
@@ -155,6 +163,17 @@ def _check_way(config: Any, options: Any) -> None:
 def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Prediction | Refusal]:
     """Predicts the dispatcher's exchanges, their all-to-alls less what placing samples keeps inside nodes."""
     one, saving = layer.workload, layer.workload.placement_saving
+    ranks, of_sample = one.ep * one.etp, one.sample_ranks
+    if ranks == of_sample or ranks % of_sample:
+        yield Refusal(
+            NAME,
+            f"samples move between the groups of TP x CP = {of_sample} ranks that hold one each and share experts, and "
+            f"EP x expert-TP = {ranks} is no multiple of that, from 2 on",
+        )
+        return
+    if one.capacity_factor is not None:
+        yield Refusal(NAME, f"it does not train with a capacity, {_WHY['--moe-expert-capacity-factor']}")
+        return
     if saving is None:
         depends = "what it saves depends on which samples use which experts"
         yield Refusal(
@@ -194,7 +213,7 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
     def costs(op: Op) -> float:
         return layer.costs(op) if op.group == EP else hop_seconds(op)
 
-    for count in (1, *CHUNK_COUNTS):
+    for count in CHUNK_COUNTS:
         parts = hop_partitions(one, layer.skew, layer.computed, [1] * count)
         at_home = [
             build([part.bytes(row_bytes) for part in parts], levels, one.etp)

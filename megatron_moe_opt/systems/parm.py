@@ -109,7 +109,7 @@ def _candidates(layer: LayerOnCluster, options: ParmOptions) -> Iterator[Predict
     if "S1" in asked:
         yield layer.prediction("parm:S1", [fused(exchanged) for exchanged in layer.passes], layer.edge)
     if "S2" in asked and one.tp > 1:
-        yield layer.played("parm:S2", parm.s2_timelines(one, one.tokens, layer.cluster))
+        yield layer.played("parm:S2", parm.s2_timelines(one, one.tokens, layer.cluster, layer.skew.exchanged))
 
 
 def _stays(options: ParmOptions, run: Run) -> str | None:

@@ -164,3 +164,11 @@ def levels_of_layout(layout: Layout, node_of: Sequence[int]) -> tuple[int, ...]:
         node_of: the node of each rank, [world size].
     """
     return find_levels([node_of[rank] for rank in layout.first_group("ep")])
+
+
+def levels_if_even(layout: Layout, node_of: Sequence[int]) -> tuple[int, ...]:
+    """Returns what levels_of_layout does, or nothing where the group's ranks lie on nodes unevenly."""
+    try:
+        return levels_of_layout(layout, node_of)
+    except ConfigurationError:
+        return ()

@@ -205,11 +205,13 @@ def _build_config(recipe: Recipe, flags: Flags) -> Any:
 
 
 def _value(flag: str, values: list[str]) -> Any:
-    if flag in _LISTS:
-        return values
-    if not values:
-        return True
-    (text,) = values
+    if flag in _LISTS or len(values) > 1:
+        return [_number(text) for text in values]
+    return _number(values[0]) if values else True
+
+
+def _number(text: str) -> Any:
+    """Returns a number where the text is one."""
     for kind in (int, float):
         try:
             return kind(text)

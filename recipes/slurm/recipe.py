@@ -83,7 +83,7 @@ class Recipe:
     @property
     def command_line(self) -> tuple[str, ...]:
         """All arguments but the paths, in the job's order."""
-        states_another = "--moe-token-dispatcher-type" in self.added
+        states_another = any(word.partition("=")[0] == "--moe-token-dispatcher-type" for word in self.added)
         return (*self.arguments, *(() if states_another else self.dispatcher), *self.added)
 
     @cached_property

@@ -119,6 +119,26 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_and_is_told_o
     assert others == [[saved, nothing_fits, one_part, one_rank, no_tracker]] * 3
 
 
+def seen_by_all(folders: list[str]) -> str | None:
+    """Why a folder is refused that each rank has for itself; None: it is not."""
+    with recipes():
+        from agreement import check_is_shared
+
+        try:
+            check_is_shared(Path(folders[dist.get_rank() % len(folders)]), "not shared")
+        except ConfigurationError as error:
+            return str(error)
+
+
+def test_a_folder_that_nodes_do_not_share_is_refused_on_all_ranks(ranks, tmp_path):
+    here, there = (tmp_path / name for name in ("here", "there"))
+    here.mkdir()
+    there.mkdir()
+    assert set(ranks.run(seen_by_all, folders=[str(here)])) == {None}
+    assert set(ranks.run(seen_by_all, folders=[str(here), str(there)])) == {"not shared"}
+    assert not list(here.iterdir())
+
+
 def folder_of_indices(data: str, caches: list[str], given: str | None = None) -> str:
     """The folder that is made, or why not; every rank has a home of its own in `caches`."""
     with recipes(), pytest.MonkeyPatch.context() as patch:

@@ -145,6 +145,20 @@ def second_loss_is_nan() -> None:
     training_loop.run_batch = failing
 
 
+def say_rates() -> None:
+    """Has a rank say the learning rate that each iteration leaves."""
+    import training_loop
+
+    train_step = training_loop.train_step
+
+    def saying(args: object, model: object, optimizer: object, *more: object) -> object:
+        found = train_step(args, model, optimizer, *more)
+        print(f"rate {optimizer.param_groups[0]['lr']}", flush=True)
+        return found
+
+    training_loop.train_step = saying
+
+
 def test_a_loss_that_is_not_finite_ends_training_with_the_state_before_it(data: Path, tmp_path: Path):
     """And no line of the log can be written, which ends nothing."""
     arguments = ("--train-iters", 3, "--save", tmp_path / "a", "--log-json", "/dev/full")
@@ -157,6 +171,14 @@ def test_a_loss_that_is_not_finite_ends_training_with_the_state_before_it(data: 
     assert printed.count("warning: /dev/full loses lines (No space left on device); training goes on") == 1
     names = ["iter_0000001", "latest_checkpointed_iteration.txt"]
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == names
+
+    # As it advises: from there on with another learning rate, and more iterations, whose schedule then counts.
+    lower = ("--train-iters", 4, "--lr", 5e-4, "--load", tmp_path / "a")
+    resumed = start(data, tmp_path / "resumed.txt", *lower, ranks=1, layout=(), before=say_rates)
+    assert resumed.wait() == 0
+    said = resumed.output.read_text()
+    assert "max_lr 0.0005 (there 0.001), lr_decay_steps 32 (there 24)" in said
+    assert re.findall(r"^rate (\S+)$", said, re.M) == ["0.00025", "0.000125", "0.0"]
 
 
 def check(arguments: str, ranks: int = 4) -> None:
@@ -185,6 +207,8 @@ def test_the_layout_of_these_tests_is_accepted():
         ("--save-interval 5", 4, "--save-interval 5 needs a folder to save in; add --save DIR"),
         ("--ckpt-step 5", 4, "--ckpt-step 5 needs a folder to load from; add --load DIR"),
         ("--lr-warmup-iters 5", 4, "--lr-warmup-iters 5 must be less than the 5 iterations"),
+        ("--eval-iters -1", 4, "--eval-iters -1 must be 0 or more"),
+        ("--make-vocab-size-divisible-by 0", 4, "--make-vocab-size-divisible-by 0 must be more than 0"),
         ("--min-lr 1", 4, "--min-lr 1.0 is more than --lr 0.001"),
         ("--data-path 1 a 2", 4, "--data-path 1 a 2 must be one prefix, or a weight above 0 before each of several"),
         ("--data-path 0 a 2 b", 4, "--data-path 0 a 2 b must be one prefix, or a weight above 0"),
@@ -274,6 +298,7 @@ def test_a_dataset_made_anew_is_not_read_with_its_old_indices(tmp_path: Path):
     [
         ("--seq-length 10000000", "the training part of --split 9,1,0 has .* fewer than one sample of --seq-length"),
         ("--split 1,1e-9,0", "the validation part of --split 1,1e-9,0 has 0 tokens, .* \\(33\\)"),
+        ("--split 1,0,0 --eval-iters 2", "--eval-iters 2: --split 1,0,0 has no validation part; give it one"),
         ("--split 0,1", "--split 0,1 must be up to three numbers, training first"),
         ("--split a,b", "--split a,b must be up to three numbers"),
         ("--vocab-size 100", "holds token .*, but --vocab-size 100 allows 0 to 100; raise --vocab-size"),

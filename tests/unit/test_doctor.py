@@ -6,6 +6,8 @@ import importlib
 import importlib.metadata
 import os
 import shutil
+import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,6 +16,18 @@ from typer.testing import CliRunner
 from megatron_moe_opt.cli import doctor as doctor_module
 from megatron_moe_opt.cli.doctor import examine
 from megatron_moe_opt.cli.main import app
+
+
+@dataclass
+class ImportRaises:
+    """Has the import of one module raise an error, in sys.meta_path."""
+
+    module: str
+    error: Exception
+
+    def find_spec(self, name, path=None, target=None):
+        if name == self.module:
+            raise self.error
 
 
 def _finding(subject):
@@ -61,6 +75,17 @@ def test_megatron_absent(megatron_version):
     assert _finding("megatron-core").mend == wanted
     code, text = _doctor()
     assert code == 1 and "Training cannot run yet: mend megatron-core." in text
+
+
+def test_pytorch_that_does_not_load(monkeypatch):
+    """As where one of CUDA's libraries is missing: its import raises OSError."""
+    raises = ImportRaises("torch", OSError("libcudart.so.13: cannot open shared object file"))
+    for name in [name for name in sys.modules if name == "torch" or name.startswith("torch.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [raises, *sys.meta_path])
+    findings = {one.subject: one for one in (*doctor_module._torch(), *doctor_module._extension())}
+    assert findings["PyTorch"].found == "libcudart.so.13: cannot open shared object file"
+    assert findings["PyTorch"].mend.startswith("pip install") and list(findings) == ["PyTorch"]
 
 
 def test_extension_missing(monkeypatch):

@@ -59,9 +59,9 @@ def test_orders_are_read_back(tmp_path):
     path = tmp_path / "order.json"
     write_expert_order(path, order)
     assert read_expert_order(path) == order
-    assert order_of_layer(path, 4) == (1, 3, 0, 2)
+    assert order_of_layer(order, path, 4) == (1, 3, 0, 2)
     with pytest.raises(ConfigurationError, match="has no order for MoE layer 3, only for 2, 4"):
-        order_of_layer(path, 3)
+        order_of_layer(order, path, 3)
 
 
 GOOD = {"format": "moe-opt expert order", "version": 1, "num_experts": 4, "nodes": 1, "ranks": 2}

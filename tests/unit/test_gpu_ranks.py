@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.gpu_settings import SHARED
 from megatron_moe_opt.runtime.job.gpu_of_rank import take_gpu
 from tests import conftest
@@ -22,10 +23,10 @@ def test_the_option_is_refused_without_gpus(monkeypatch):
 
 @pytest.mark.parametrize(
     ("gpus", "local_rank", "device", "host"),
-    [(8, 3, 3, "0"), (2, 3, 1, "1"), (1, 3, 0, "3"), (1, 3, 0, None), (2, 3, 3, None)],
+    [(8, 3, 3, "0"), (2, 3, 1, "1"), (1, 3, 0, "3"), (1, 3, 0, None), (4, 3, 3, None)],
 )
 def test_ranks_go_round_gpus_and_each_round_is_a_host_to_nccl(monkeypatch, gpus, local_rank, device, host):
-    """None: they do not share. A rank that sees one of many GPUs takes it; one too many is PyTorch's to refuse."""
+    """None: they do not share. A rank that sees one of many GPUs takes it."""
     taken = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
@@ -35,3 +36,13 @@ def test_ranks_go_round_gpus_and_each_round_is_a_host_to_nccl(monkeypatch, gpus,
     assert take_gpu() == torch.device("cuda", device) and taken == [torch.device("cuda", device)]
     assert os.environ["NCCL_HOSTID"].endswith("" if host is None else f"-{host}")
     assert (os.environ["NCCL_HOSTID"] == "") is (host is None)
+
+
+@pytest.mark.parametrize("local_rank", [0, 3])
+def test_more_ranks_than_gpus_are_refused_on_all(monkeypatch, local_rank):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv(SHARED, "0")
+    with pytest.raises(ConfigurationError, match="^4 ranks were started on this node, which has 2 GPUs: start as many"):
+        take_gpu()

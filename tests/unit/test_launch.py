@@ -31,6 +31,8 @@ if __name__ == "__main__":
     process = multiprocessing.get_context("spawn").Process(target=beside.work, args=(sys.argv[3],))
     process.start(); process.join()
     print("spawned", process.exitcode)
+    def annotated(number: int): pass
+    print("annotated", annotated.__annotations__)
 """
 
 
@@ -69,6 +71,7 @@ def test_runs_a_script_as_main_with_our_dispatchers(script, tmp_path):
     assert f"arguments {['4', 'monta', str(tmp_path / 'out'), '--theirs', 'x']}" in lines
     assert "name __main__ file script.py" in lines
     assert "dispatcher monta" in lines
+    assert f"annotated {{'number': {int}}}" in lines  # with none of the launcher's __future__ imports
     # A spawned process imports the parent's main module again: it must not run the script a second time.
     assert "spawned 0" in lines
     assert [line for line in lines if line.startswith("running as")] == ["running as __main__"]

@@ -71,7 +71,13 @@ def test_what_cannot_be_kept_costs_a_line(tmp_path: Path, said: list[str]):
 
 @pytest.mark.parametrize(
     ("words", "folder"),
-    [("--load a --save b", "b"), ("--load=a --seq-length 32", "a"), ("--save-interval 2", None)],
+    [
+        ("--load a --save b", "b"),
+        ("--load=a --seq-length 32", "a"),
+        ("--save-interval 2", None),
+        ("--save --lr 1", None),
+        ("--save msc://bucket/run", None),
+    ],
 )
 def test_it_is_beside_the_checkpoint(monkeypatch: pytest.MonkeyPatch, words: str, folder: str | None):
     expected = None if folder is None else Path(folder) / FILE_NAME

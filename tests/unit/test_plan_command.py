@@ -418,6 +418,32 @@ def test_bandwidths_in_the_place_of_a_clusters_own(run):
     assert paid[0] > given[0] + 4 * 3 - 1e-2  # and a copy
 
 
+def test_a_link_that_a_node_shares_is_shared_at_other_bandwidths(run):
+    """One NIC a node: half its pace takes twice as long, and its own pace no less than with the cluster's latencies."""
+    where = "--world 16 --ep 16 " + OF_16 + " --all"
+    own, given, halved = (
+        without_chunks(run(MIXTRAL, f"--cluster {cluster},op_us=0", where)[1])[1]
+        for cluster in ("pcie", "pcie,inter=12.5", "pcie,inter=6.25")
+    )
+    assert 0.5 * own < given <= own
+    assert halved == pytest.approx(2 * given, rel=1e-3)
+
+
+def test_a_profile_of_another_layer_and_its_doubts_are_told(run, tmp_path):
+    file = tmp_path / "cluster.json"
+    cluster = describe(H100_IB400, Layout(8, tp=2, ep=8), 4096, 14336, "fp32")
+    replace(cluster, warnings=("EP's curve: one point alone",)).save(file)
+    code, output, error = run(MIXTRAL, f"--cluster {file} --tp 2")
+    assert code == 0, error
+    assert f"warning: {file}: EP's curve: one point alone" in output
+    assert "measured for another layer, and its times may not hold: type of the rows bf16 (there fp32)" in output
+    # What groups of two cost says nothing of a step without TP.
+    bare = tmp_path / "bare.json"
+    replace(cluster, curves={key: points for key, points in cluster.curves.items() if key[1] != "tp"}).save(bare)
+    shown = [run(MIXTRAL, f"--cluster {one},tflops=989,efficiency=0.5 --tp 1")[1] for one in (file, bare)]
+    assert list(tables(shown[0]).values()) == list(tables(shown[1]).values())
+
+
 TERMS = "What the times are made of (ms)"
 DRAWN = {
     "alltoall": "--cluster h100-ib400 --world 16 --ep 8",
@@ -614,6 +640,15 @@ MODELS = ", ".join(KNOWN_MODELS)
             "--model mixtral-8x7b,gated=1 --cluster pcie --world 8",
             "--model mixtral-8x7b,gated=1: gated is yes or no",
         ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --ep 8 --imbalance 2 --capacity-factor 1",
+            "--imbalance 2 with --capacity-factor 1: every expert has its capacity of rows, and no rank is busier than "
+            "another: leave one out",
+        ),
+        (
+            f"{MIXTRAL} --cluster h100-ib400 --world 64 --cp 2 --sequence 4097",
+            "--sequence 4097 is cut by no layout with --cp 2: choose a multiple of 4",
+        ),
         (f"{MIXTRAL} --cluster pcie --world 8 --imbalance inf", "--imbalance inf is not a finite number: give one"),
         (
             f"{MIXTRAL} --cluster pcie,op_us=inf --world 8",
@@ -661,6 +696,24 @@ def test_refuses_to_draw_what_is_no_candidate(run, tmp_path):
     assert "--draw netmoe is not a candidate here: what it saves depends on which samples use which experts" in error
     _, _, error = run(MIXTRAL, f"--cluster pcie --world 8 --ep 8 --draw monta:O9 --lanes {tmp_path}/a.json")
     assert "--draw monta:O9 is not a candidate here: write it as the table of --all does" in error
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("--ep 16 --capacity-factor 1", "it does not train with a capacity, under which other samples share a rank"),
+        ("--ep 16 --tp 8 --cp 2", "EP x expert-TP = 16 is no multiple of that, from 2 on"),
+        ("--ep 1", "EP x expert-TP = 1 is no multiple of that, from 2 on"),
+    ],
+)
+def test_netmoe_is_not_advised_where_training_refuses_it(run, more, reason):
+    code, output, _ = run(MIXTRAL, f"{OF_16} --cluster pcie --world 16 --placement-saving 0.9 --all", more)
+    assert code == 0 and reason in output and not any("netmoe" in name for name in tables(output)[CANDIDATES])
+
+
+def test_stock_is_advised_for_lack_of_room_alone_where_that_is_why(run):
+    _, output, _ = run(MIXTRAL, "--cluster h100-ib400 --world 64 --ep 8 --expert-tp 2 --activation-budget 1MiB")
+    assert "Stay with stock alltoall: nothing that fits is predicted to take less" in output
 
 
 def test_refuses_files(run, tmp_path):

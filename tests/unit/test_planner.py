@@ -16,6 +16,7 @@ from megatron_moe_opt.planning.planner import best, bound_and_stock, candidates,
 from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction
+from megatron_moe_opt.planning.predicting.skew import Skew
 from megatron_moe_opt.row_format import Wire
 from megatron_moe_opt.schedules.mpmoe import token_shares
 from megatron_moe_opt.schedules.parm import JOINT
@@ -115,6 +116,23 @@ def test_faster_links_and_fewer_rows_never_take_longer(inter, factor, tokens, to
     for variant, one in slow.items():
         assert fast[variant].seconds <= one.seconds * (1 + 1e-6)
         assert one.seconds <= skewed[variant].seconds * (1 + 1e-6)  # to the rounding of chunks to whole rows
+
+
+def test_tokens_hop_once_whatever_capacity_experts_have():
+    """What fills a capacity up does not travel, and what has no room does not."""
+    skew = Skew(1.0, (), cluster())
+    capped = (dataclasses.replace(LAYER, capacity_factor=factor) for factor in (0.5, 1.0, 2.0))
+    assert [one.migration(skew).tokens for one in capped] == [512, 1024, 1024]
+
+
+def test_uneven_routing_counts_under_every_schedule_of_parm():
+    replicated = dataclasses.replace(LAYER, tp=4)
+    even, uneven = (
+        by_variant(candidates(dataclasses.replace(replicated, imbalance=imbalance), cluster())[0])
+        for imbalance in (1.0, 2.0)
+    )
+    for schedule in ("parm:S1", "parm:S2"):
+        assert uneven[schedule].inter_bytes == pytest.approx(2 * even[schedule].inter_bytes, rel=1e-2)
 
 
 def test_a_budget_leaves_out_what_does_not_fit_but_never_stock():

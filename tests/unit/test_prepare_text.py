@@ -59,6 +59,11 @@ def test_files_with_a_suffix_and_packed_files(texts, tmp_path):
         main(["--output", str(tmp_path / "x"), "--suffix", ".py"])
 
 
+def test_a_name_that_is_not_utf_8(texts, tmp_path):
+    (texts / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"caf")
+    assert prepare(tmp_path / "data", texts)[0].documents == 3
+
+
 def test_documents_come_in_one_order_whatever_the_file_system_says(texts, monkeypatch):
     expected = ["a.py", "c.bin", "empty.txt", "zero", "two.txt"]
     assert [path.name for path in prepare_text.text_folder(texts)] == expected

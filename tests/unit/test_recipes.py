@@ -146,6 +146,13 @@ def test_a_stated_dispatcher_replaces_the_recipes():
     assert recipe.flags.number("--num-layers") == 2
     recipe = altered("mpmoe_gpt_s", "--moe-token-dispatcher-type", "monta")  # without mpmoe's options
     assert "dispatcher monta" in check(recipe).lines()[0]
+    recipe = altered("hybridep_gpt_large", "--moe-token-dispatcher-type=alltoall")
+    assert "dispatcher alltoall" in check(recipe).lines()[0]
+
+
+def test_flags_of_several_values():
+    scopes = ("--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope", "attn", "moe_router")
+    assert check(altered("mixtral_8x7b", *scopes)).layout == read_recipe("mixtral_8x7b").layout
 
 
 @pytest.mark.parametrize(

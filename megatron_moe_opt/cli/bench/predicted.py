@@ -12,7 +12,7 @@ from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.systems.expert_migration import without_ratio
-from megatron_moe_opt.topology.domains import levels_of_layout
+from megatron_moe_opt.topology.domains import levels_if_even
 from megatron_moe_opt.topology.layouts import Layout
 from megatron_moe_opt.variants import split_variant, whole_variant
 
@@ -94,8 +94,4 @@ def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, worke
 
 def _levels(settings: LayerSettings, ep: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the network levels of the first expert-parallel group; none where its nodes are uneven."""
-    layout = Layout(len(nodes), tp=settings.tp, ep=ep, expert_tp=settings.expert_tp)
-    try:
-        return levels_of_layout(layout, nodes)
-    except ConfigurationError:
-        return ()
+    return levels_if_even(Layout(len(nodes), tp=settings.tp, ep=ep, expert_tp=settings.expert_tp), nodes)

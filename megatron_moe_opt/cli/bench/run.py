@@ -64,7 +64,7 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
     """
     begin()
     check_output_file("--output", json_file)
-    chosen_by_it = any(name.rpartition(":")[2] == AUTO for name in settings.dispatchers)
+    chosen_by_it = any(split_wire(name)[0].rpartition(":")[2] == AUTO for name in settings.dispatchers)
     if settings.profile is not None and not chosen_by_it and json_file is None:
         raise ConfigurationError(
             f"--profile {settings.profile}: nothing reads it; add {AUTO}, or monta:{AUTO} or the like, to "

@@ -21,9 +21,12 @@ def advice(case: Case, fastest_of_stock: Case | None) -> str:
     """
     chosen, stock = case.chosen, case.stock
     if chosen.variant == ALLTOALL:
+        no_room = [one for one in case.candidates if not case.fits(one)]
+        is_bounded = bool(no_room) or case.settings.activation_budget is not None
+        nothing = "nothing that fits" if is_bounded else "nothing"
         return (
-            f"Stay with stock alltoall: nothing is predicted to take less than {1 - WINS_BY:.0%} of its time; it waits "
-            f"for communication in {_ms(stock.exposed)} of {_ms(stock.seconds)} ms of a MoE layer."
+            f"Stay with stock alltoall: {nothing} is predicted to take less than {1 - WINS_BY:.0%} of its time; it "
+            f"waits for communication in {_ms(stock.exposed)} of {_ms(stock.seconds)} ms of a MoE layer."
         )
     if stock is None:
         return (

@@ -113,6 +113,10 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
             f"--global-batch {global_batch}: no layout of {world} GPUs cuts these sequences and the model into "
             "equal parts: choose a multiple of the GPUs"
         )
+    if not any(one.layout.cuts(sequence) for one in of_step):
+        raise ConfigurationError(
+            f"--sequence {sequence} is cut by no layout with --cp {cp}: choose a multiple of {2 * cp if cp > 1 else 1}"
+        )
     needed = {one: _least_memory(model, one, sequence, settings.element_bytes) for one in of_step}
     small = [one for one in of_step if needed[one] <= FITS * known.memory]
     if not small:

@@ -19,8 +19,9 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.output_file import check_output_file
-from megatron_moe_opt.planning.costs.cluster import OURS, STOCK
+from megatron_moe_opt.planning.costs.cluster import EXPERT, OURS, ROW, STOCK, TYPE
 from megatron_moe_opt.planning.costs.curves import CostCurve
+from megatron_moe_opt.planning.costs.differences import differences
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.costs.known_clusters import GIB
 from megatron_moe_opt.planning.predicting.baselines import baselines
@@ -96,6 +97,8 @@ def report_plan(
     else:
         site = site_of(settings, model)
         cases = [Case.of(settings, model, site, sequence) for sequence in settings.sequences]
+    for doubt in _doubts(cases[0]):
+        say(console, f"warning: {settings.cluster}: {doubt}")
     if len(cases) > 1:
         console.print(_choices_table(cases))
         return
@@ -125,6 +128,17 @@ def report_plan(
         say(console, expansion_advice(case.expansion))
     say(console, "Flags for Megatron-LM, behind `python -m megatron_moe_opt.launch pretrain_gpt.py`:")
     say(console, " ".join(megatron_flags(case, output)))
+
+
+def _doubts(case: Case) -> Iterator[str]:
+    """Yields why times may not hold: what the file of the measurements warns of, and that they are of another layer."""
+    cluster = case.site.cluster
+    yield from cluster.warnings
+    here = {ROW: case.model.hidden, EXPERT: case.model.ffn, TYPE: case.settings.dtype}
+    there = {name: value for name, value in cluster.measured_with().items() if name in here}
+    others = differences({name: here[name] for name in there}, there)
+    if others is not None:
+        yield f"measured for another layer, and its times may not hold: {others}"
 
 
 def _draw(drawn: Sequence[Prediction], drawing: Drawing, console: Console) -> None:

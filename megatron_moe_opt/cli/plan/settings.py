@@ -12,14 +12,15 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
-from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS, Fabric, KnownCluster
+from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS, KnownCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.planning.training.arrangements import Arrangement
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.throughput import GpuSpeed
 from megatron_moe_opt.row_format import ELEMENT_BYTES, LANE_BYTES
-from megatron_moe_opt.topology.domains import levels_of_layout
+from megatron_moe_opt.schedules.parm import TP
+from megatron_moe_opt.topology.domains import levels_if_even, levels_of_layout
 from megatron_moe_opt.topology.layouts import Layout, layout_of_options
 
 MODEL_SIZES = {field.name: bool if field.type == "bool" else int for field in fields(ModelShape)}
@@ -64,6 +65,11 @@ class PlanSettings:
             if name != "op_us" and not 0 < value <= most:
                 limit = ", and at most 1" if name == "efficiency" else ""
                 raise ConfigurationError(f"--cluster: {name} {value:g} is not above 0{limit}")
+        if self.capacity_factor is not None and self.imbalance != 1:
+            raise ConfigurationError(
+                f"--imbalance {self.imbalance:g} with --capacity-factor {self.capacity_factor:g}: every expert has its "
+                "capacity of rows, and no rank is busier than another: leave one out"
+            )
         if self.dtype == "fp32" and self.cluster in KNOWN_CLUSTERS and "tflops" not in self.cluster_numbers:
             raise ConfigurationError(
                 f"--dtype fp32: the peak of {self.cluster} is known in 16 bits alone: give that of fp32, as in "
@@ -163,6 +169,7 @@ def workload_of(settings: PlanSettings, model: ModelShape, site: Site, sequence:
         ep=layout.ep,
         etp=layout.expert_tp,
         tp=1 if settings.sequence_parallel else layout.tp,
+        sample_ranks=layout.tp * layout.cp,
         capacity_factor=settings.capacity_factor,
         imbalance=settings.imbalance,
         workers=site.workers,
@@ -189,10 +196,11 @@ def _known(settings: PlanSettings, model: ModelShape) -> Site:
 def _with_bandwidths(known: KnownCluster, settings: PlanSettings) -> KnownCluster:
     """Returns the cluster with links and memory of the given bandwidths, which are reached at every size."""
     given = {name: settings.cluster_numbers[name] * 1e9 for name in BANDWIDTHS if name in settings.cluster_numbers}
+    ideal = {"efficiencies": ((1, 1.0),), "first": 0.0, "further": 0.0}  # what shares a link shares it all the same
     if "inter" in given:
-        known = replace(known, between=Fabric(given["inter"], ((1, 1.0),)))
+        known = replace(known, between=replace(known.between, bandwidth=given["inter"], **ideal))
     if "intra" in given:
-        known = replace(known, inside=Fabric(given["intra"], ((1, 1.0),)))
+        known = replace(known, inside=replace(known.inside, bandwidth=given["intra"], **ideal))
     return replace(known, copy_bandwidth=given.get("copy", known.copy_bandwidth))
 
 
@@ -218,7 +226,7 @@ def _measured(settings: PlanSettings) -> Site:
     layout = _layout({flag: size or measured.get(flag, 1) for flag, size in settings.sizes.items()})
     tp = None if settings.sequence_parallel else layout.tp
     cluster.check_groups(file, OUR_FLAGS, ep=layout.ep, expert_tp=layout.expert_tp, tp=tp)
-    workers = levels_of_layout(world.layout, world.nodes)
+    workers = levels_if_even(world.layout, world.nodes)
     peak, efficiency = given.get("tflops"), given.get("efficiency")
     if (peak is None) is not (efficiency is None):
         there, missing = ("tflops", "efficiency") if efficiency is None else ("efficiency", "tflops")
@@ -227,6 +235,9 @@ def _measured(settings: PlanSettings) -> Site:
             "both, or neither"
         )
     device = None if peak is None or efficiency is None else GpuSpeed(peak * 1e12, efficiency)
+    if layout.tp != world.tp:  # under sequence parallelism no exchange of a MoE layer is over TP, but a step's are
+        of_others = {key: points for key, points in cluster.curves.items() if key[1] != TP}
+        cluster = replace(cluster, curves=of_others)
     return Site(cluster, layout, workers, False, device, None)
 
 

@@ -15,7 +15,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from megatron_moe_opt.topology.domains import levels_of_layout
+from megatron_moe_opt.topology.domains import levels_if_even
 from megatron_moe_opt.topology.layouts import Layout, layout_of_options
 from megatron_moe_opt.topology.nodes import discover_nodes
 
@@ -78,7 +78,7 @@ def measured(settings: ProfileSettings, device: torch.device) -> Cluster:
     from megatron_moe_opt.integration.measuring.measure import Sizes, measure  # Megatron warns of much, see `begin`
 
     layout = settings.layout(dist.get_world_size())
-    workers = levels_of_layout(layout, discover_nodes().node_of)
+    workers = levels_if_even(layout, discover_nodes().node_of) or (layout.ep,)  # uneven nodes are no levels
     sizes = Sizes(settings.hidden, settings.ffn_hidden, settings.dtype, workers, codec=True)
     with (
         parallel_layer(layout.tp, layout.ep, layout.expert_tp, seed=1, cp=layout.cp),

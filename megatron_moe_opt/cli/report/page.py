@@ -20,6 +20,7 @@ from megatron_moe_opt.cli.report import charts
 from megatron_moe_opt.cli.report.charts import Bar
 from megatron_moe_opt.cli.report.measured_layer import (
     CANNOT_TELL,
+    FASTER,
     SLOWER,
     LayerReport,
     ReportTable,
@@ -83,7 +84,7 @@ def headline(report: LayerReport) -> str:
     of_ours = [result for result in report.results if result.dispatcher != baseline]
     if not of_ours:
         return f"Nothing was compared with {baseline}"
-    best = min(of_ours, key=lambda result: result.ratio)
+    best = min(of_ours, key=lambda result: (result.verdict != FASTER, result.ratio))
     spread = f"{min(best.ratios):.2f}-{max(best.ratios):.2f}"
     took = f"{best.dispatcher} took {best.ratio:.2f} of {baseline}'s time ({spread})"
     if best.verdict == SLOWER:

@@ -82,7 +82,7 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Callable[[Op],
     """
     if settings.dispatch_only:
         return cluster.costs()
-    _, options = split_variant(_variant(settings), None)
+    _, options = split_variant(_variant(settings), settings.profile)
     world = cluster.world
     workers = levels_of_layout(world.layout, world.nodes) if HOPS in options.ways else ()
     layer = replace(settings.workload(ep), workers=workers)

@@ -95,15 +95,15 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
 
 
 def kept_in() -> Path | None:
-    """Returns the file beside the checkpoint: in --save, else in --load."""
+    """Returns the file beside the checkpoint: in --save, else in --load. None: there is no such local folder."""
     arguments = training_arguments()
     if arguments is None:  # another loop than Megatron-LM's
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         for flag in ("--save", "--load"):
-            parser.add_argument(flag)
+            parser.add_argument(flag, nargs="?")  # may be another loop's switch
         arguments, _ = parser.parse_known_args(sys.argv[1:])
     folder = getattr(arguments, "save", None) or getattr(arguments, "load", None)
-    return Path(folder) / FILE_NAME if folder else None
+    return Path(folder) / FILE_NAME if folder and "://" not in str(folder) else None
 
 
 def facts_of_run(sizes: Sizes, layer: LayerWorkload, device: torch.device) -> dict[str, str | int]:
@@ -157,7 +157,7 @@ def _read(file: Path | None, facts: Facts) -> Cluster | str | None:
 
 def _write(file: Path | None, cluster: Cluster) -> None:
     if file is None:
-        say(AUTO, "what was measured is not kept: there is no --save, nor --load, to keep it beside the checkpoint")
+        say(AUTO, "what was measured is not kept: there is no --save, nor --load, with a local folder to keep it in")
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -155,6 +155,8 @@ def _named(config: Any, variant: str) -> Any:
     named.moe_token_dispatcher_type = name
     if backend:
         named.moe_flex_dispatcher_backend = backend
+    if hasattr(named, "moe_router_topk_limited_devices"):
+        named.moe_router_topk_limited_devices = None  # Megatron has made it another option, and refuses both
     return named
 
 

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.training_arguments import training_arguments
-from megatron_moe_opt.planning.offline.expert_order import order_of_layer, read_expert_order
+from megatron_moe_opt.planning.offline.expert_order import ExpertOrder, order_of_layer, read_expert_order
 from megatron_moe_opt.runtime.engine.collectives import all_to_all_rows
 from megatron_moe_opt.systems.system import PREFIX, given_flag, quantization
 
@@ -43,13 +43,24 @@ _SAVED_BY_PLACE = (
 _FORMATS_BY_PARAMETER = (None, "fully_reshardable", "fully_sharded_model_space")
 
 
+@functools.cache
+def _order_of(path: Path) -> ExpertOrder:
+    """Returns the order in a file, read once: Megatron-LM makes its configuration anew in every micro-batch."""
+    return read_expert_order(path)
+
+
+def forget_orders() -> None:
+    """Has files read anew by models that are built from now on."""
+    _order_of.cache_clear()
+
+
 def check_expert_order(config: Any, path: Path) -> None:
     """Refuses a TransformerConfig, or a Megatron-LM command line, under which experts cannot be in another order.
 
     Raises:
         ConfigurationError: names the flag, its value and the way out.
     """
-    order = read_expert_order(path)
+    order = _order_of(path)
     ep = config.expert_model_parallel_size
     if order.num_experts != config.num_moe_experts:
         raise ConfigurationError(
@@ -116,7 +127,7 @@ def keep_expert_order(layer: Any, path: Path) -> None:
         nonlocal arranged
         stock(layer_number)
         if not arranged:
-            _arrange(layer, path, order_of_layer(path, layer_number))
+            _arrange(layer, path, order_of_layer(_order_of(path), path, layer_number))
             arranged = True
 
     layer.set_layer_number = set_layer_number
@@ -163,7 +174,9 @@ def _number_experts(experts: Any, path: Path, slots: tuple[int, ...], ep_rank: i
     ) -> dict[str, Any]:
         nonlocal loads_by_number
         format_ = (metadata or {}).get("distrib_optim_sharding_type")
-        if format_ not in _FORMATS_BY_PARAMETER:
+        arguments = training_arguments()
+        is_alone = getattr(arguments, "finetune", False) or getattr(arguments, "no_load_optim", False)
+        if format_ not in _FORMATS_BY_PARAMETER and not is_alone:  # else no optimizer state comes with the weights
             raise ConfigurationError(
                 f"{FLAG} {path} cannot be saved or loaded with optimizer states of format {format_}: save them by "
                 "parameter (in Megatron-LM: --dist-ckpt-optim-fully-reshardable), or train without the order"

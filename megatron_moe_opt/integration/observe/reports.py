@@ -8,6 +8,7 @@ TensorBoard and W&B.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -36,7 +37,8 @@ def collect() -> Reports:
     pipeline = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)  # None: groups of others' own
     # A stage without such layers takes part: it does not know of the others'.
     stages = known_to_all(own, pipeline) if pipeline is not None and pipeline.size() > 1 else [own]
-    reports = {name: dict(sorted(layer for stage in stages for layer in stage[name].items())) for name in SOURCES}
+    of_layers = {name: [layer for stage in stages for layer in stage[name].items()] for name in SOURCES}
+    reports = {name: dict(sorted(found, key=itemgetter(0))) for name, found in of_layers.items()}
     return {name: values for name, values in reports.items() if values}
 
 

@@ -182,6 +182,7 @@ def check_recordable(config: Any) -> None:
         ("--context-parallel-size", config.context_parallel_size > 1),
         ("--moe-expert-capacity-factor", config.moe_expert_capacity_factor is not None),
         ("--recompute-granularity", config.recompute_granularity is not None),
+        ("--mtp-use-repeated-layer", getattr(config, "mtp_use_repeated_layer", False)),
     ):
         if given:
             raise ConfigurationError(f"moe-opt trace record does not work with {flag}: leave it out while recording")
@@ -203,14 +204,16 @@ def _trace_of(parts: list[_OfRank], kind_names: tuple[str, ...]) -> RoutingTrace
     by_rank = [[part for part in parts if part.data_rank == rank] for rank in ranks]
     experts = np.concatenate([_layers(of_rank) for of_rank in by_rank], axis=2)
     layers = {part.stage: part.layers for part in parts}
+    numbers = np.array([number for stage in sorted(layers) for number in layers[stage]], dtype=np.int64)
+    in_order = np.argsort(numbers)  # virtual stages lie on a pipeline stage with others between them
     if kind_names:
         kinds = np.concatenate([np.stack(of_rank[0].kinds) for of_rank in by_rank], axis=1)
     else:
         kinds = np.full((experts.shape[0], experts.shape[2]), UNKNOWN, dtype=np.int16)
     return RoutingTrace(
-        experts=experts,
+        experts=experts[:, in_order],
         num_experts=parts[0].num_experts,
-        layers=np.array([number for stage in sorted(layers) for number in layers[stage]], dtype=np.int64),
+        layers=numbers[in_order],
         iterations=np.array(parts[0].steps, dtype=np.int64),
         kinds=kinds,
         kind_names=kind_names,

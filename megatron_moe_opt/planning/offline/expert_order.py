@@ -96,16 +96,18 @@ def read_expert_order(path: Path) -> ExpertOrder:
     return ExpertOrder(experts, nodes, ranks, layers)
 
 
-def order_of_layer(path: Path, layer: int) -> tuple[int, ...]:
+def order_of_layer(order: ExpertOrder, path: Path, layer: int) -> tuple[int, ...]:
     """Returns the expert in each slot of a layer.
 
+    Args:
+        path: where the order is from.
+
     Raises:
-        ConfigurationError: the file cannot be used, or has no such layer.
+        ConfigurationError: it has no such layer.
     """
-    layers = read_expert_order(path).layers
-    if layer not in layers:
+    if layer not in order.layers:
         raise ConfigurationError(
-            f"{path} has no order for MoE layer {layer}, only for {', '.join(map(str, layers))}: plan it from a trace "
-            "of this model"
+            f"{path} has no order for MoE layer {layer}, only for {', '.join(map(str, order.layers))}: plan it from a "
+            "trace of this model"
         )
-    return layers[layer]
+    return order.layers[layer]

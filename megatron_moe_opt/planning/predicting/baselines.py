@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from math import ceil
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import STOCK
@@ -38,7 +39,7 @@ def deepspeed(layer: LayerOnCluster) -> Prediction:
     the same tokens each does.
     """
     one = layer.workload
-    rows = one.routed_rows(one.tokens) * one.etp
+    rows = ceil(one.routed_rows(one.tokens) * layer.skew.exchanged) * one.etp
     moved, tokens = rows * one.row_bytes, one.tokens * one.etp * one.row_bytes
     exchange = [Op(Kind.ALL_TO_ALL, Lane.INTER, size=moved, group=EP)] * (one.ep > 1)
     copy = [Op(Kind.COPY, Lane.COPY, size=moved)]

@@ -233,12 +233,14 @@ def timelines(
     curves: Curves,
     expert_seconds: Sequence[float],
     codec: SecondsOfCodec,
+    overhead: float = 0.0,
 ) -> list[Timeline]:
     """Returns each pass of the layer alone as the schedules that run it, one after another.
 
     Args:
         expert_seconds: of the experts in each pass, as much as does not hide.
         codec: what encoding and decoding takes.
+        overhead: seconds that tokens' copies, and collectives, take besides.
 
     Raises:
         ConfigurationError: a curve is missing.
@@ -251,7 +253,7 @@ def timelines(
         way = HopStages(domains.levels, domains.hops)
         out, back = (build(hopping, way) for build in (schedules.hop_out, schedules.hop_back))
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
-        cost = _seconds_of_ops(layer, domains, curves, seconds, codec)
+        cost = _seconds_of_ops(layer, domains, curves, seconds, codec, overhead)
         parts = [simulate(schedule, cost) for schedule in (*before, out, experts, back, *after) if schedule.ops]
         found.append(one_after_another("forward" if forward else "backward", numbered(parts)))
     return found
@@ -281,18 +283,24 @@ def _of_experts(
 
 
 def _seconds_of_ops(
-    layer: MigrationLayer, domains: ExpertDomains, curves: Curves, experts: float, codec: SecondsOfCodec
+    layer: MigrationLayer,
+    domains: ExpertDomains,
+    curves: Curves,
+    experts: float,
+    codec: SecondsOfCodec,
+    overhead: float,
 ) -> Callable[[Op], float]:
-    """Returns what the ops of a pass cost; rows that are permuted are counted with the rank's own work."""
+    """Returns what the ops of a pass cost; the bytes of rows that are permuted are counted with the rank's own work."""
 
     def cost(op: Op) -> float:
         if op.group is None:
-            is_expert = op.kind in OF_EXPERTS
-            return experts if is_expert else codec_seconds(layer, domains, op, codec)
-        level = level_of(op.group)
-        if op.kind is Kind.ALL_TO_ALL:
-            return curve_of(curves, op.kind, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
-        return curve_of(curves, op.kind, level, domains.sizes[level]).seconds(op.size)
+            if op.kind is Kind.PERMUTE:
+                return overhead if op.lane is not Lane.EXPERTS else 0.0
+            return experts if op.kind in OF_EXPERTS else codec_seconds(layer, domains, op, codec)
+        is_tokens, level = op.kind is Kind.ALL_TO_ALL, level_of(op.group)
+        ranks = domains.domains(level) if is_tokens else domains.sizes[level]
+        size = layer.exchanged(domains, level) if is_tokens else op.size
+        return overhead + curve_of(curves, op.kind, level, ranks).seconds(size)
 
     return cost
 

@@ -44,6 +44,8 @@ class LayerWorkload:
     etp: int = 1
     tp: int = 1
     """Ranks that hold the same tokens: 1 with sequence parallelism."""
+    sample_ranks: int = 1
+    """Ranks that hold a part of each sample, TP x CP. 1 where that is not known."""
     routes_all: bool = True
     """Whether each of these ranks may route all of its tokens, as under Parm's S2, and the model stays the same."""
     capacity_factor: float | None = None
@@ -144,8 +146,10 @@ class LayerWorkload:
             (Kind.ALL_GATHER, self.compression, 1.0),
             (Kind.REDUCE_SCATTER, self.gradient_compression, in_float32),
         )
+        # Each token hops once, and those that no expert has room for do not; what fills a capacity up does not travel.
+        tokens = min(-(-self.tokens // self.tp), self.rows_of(1.0) // self.topk)
         return MigrationLayer.alone(
-            self.rows_of(1.0) // self.topk, row, self.topk, self.local_experts, int(whole / self.compression),
+            tokens, row, self.topk, self.local_experts, int(whole / self.compression),
             int(whole / self.gradient_compression), skew.of_regions, self.resident_part < 1 and self.compression == 1,
             {kind: ratio * widened for kind, ratio, widened in ratios if ratio != 1},
         )  # fmt: skip

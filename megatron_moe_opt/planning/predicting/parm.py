@@ -15,6 +15,7 @@ already: nothing is gathered, and the choice is that between the fused all-to-al
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import Cluster
@@ -67,14 +68,17 @@ _ALL_TO_ALL = Op(Kind.ALL_TO_ALL, Lane.INTER, group=JOINT)
 _ALL_GATHER = Op(Kind.ALL_GATHER, Lane.INTRA, group=TP)
 
 
-def s2_timelines(layer: LayerWorkload, tokens: int, cluster: Cluster) -> list[Timeline]:
+def s2_timelines(layer: LayerWorkload, tokens: int, cluster: Cluster, uneven: float = 1.0) -> list[Timeline]:
     """Returns the four passes of S2: dispatch as it is played, combine as SAA was measured, behind its reorder.
+
+    Args:
+        uneven: rows of a rank in an even exchange that takes as long as this one, over the mean.
 
     Raises:
         ConfigurationError: a curve is missing.
     """
     saa, costs, timelines = _saa(cluster), cluster.costs(), []
-    rows = -(-layer.routed_rows(tokens) // layer.tp)
+    rows = ceil(-(-layer.routed_rows(tokens) // layer.tp) * uneven)
     for one in training_passes(rows, layer.outbound_bytes, layer.packed_row_bytes, layer.homebound_bytes):
         if one.direction == "dispatch":
             schedule = parm.dispatch(even_chunks(one.exchanged, layer.etp, 1), layer.etp)

@@ -126,9 +126,10 @@ class FailureBoard:
         if self.first is None:
             found: list[Failure] = []
             if not self._answered(lambda: found.append(find())):
-                server = self.rank if self._served_by_rank is None else self._served_by_rank
-                what = f"it serves the job's store, which is gone, as rank {self.rank} found: {what}"
-                found = [Failure(server, os.environ.get("MASTER_ADDR", "unknown"), where, what)]
+                # A launcher's store is on the node of rank 0.
+                serves = "the launcher beside it serves" if self._served_by_rank is None else "it serves"
+                what = f"{serves} the job's store, which is gone, as rank {self.rank} found: {what}"
+                found = [Failure(self._served_by_rank or 0, os.environ.get("MASTER_ADDR", "unknown"), where, what)]
             self._say(found[0])
         return self.first
 
