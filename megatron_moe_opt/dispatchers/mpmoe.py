@@ -29,7 +29,7 @@ from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Partiti
 from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
-from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
+from megatron_moe_opt.runtime.engine.recomputation import is_recomputing, saved_tensors_are_hooked
 from megatron_moe_opt.runtime.hops.token_hops import TokenHops
 from megatron_moe_opt.runtime.rows.exchange_plan import plan_partitions
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
@@ -118,12 +118,13 @@ class MpmoeDispatcher(Dispatcher):
 
     @property
     def chooses_once_a_step(self) -> bool:
-        """Whether partitions are chosen for all passes of an optimizer step, at whose begin `begin_step` is called.
+        """Whether partitions may be chosen for all passes of an optimizer step, at whose begin `begin_step` is called.
 
-        So it is where passes are repeated. Which one a repetition repeats is not known, and it must be cut alike:
-        experts may draw random numbers, and Transformer Engine keeps scales of each call of them.
+        So it is where passes are repeated, by Megatron or by torch.utils.checkpoint. Which one a repetition repeats is
+        not known, and it must be cut alike: experts may draw random numbers, and Transformer Engine keeps scales of
+        each call of them.
         """
-        return self._is_recomputed and not isinstance(self.partitioning, FixedPartitioning)
+        return not isinstance(self.partitioning, FixedPartitioning)
 
     def begin_step(self) -> None:
         """Has partitions chosen anew in the next pass that repeats none."""
@@ -163,7 +164,8 @@ class MpmoeDispatcher(Dispatcher):
         partitions = self._of_step
         if partitions is None or (self._step_has_begun and not is_recomputing()):
             partitions, self._step_has_begun = self.partitioning.choose(rows_of_ranks), False
-            self._of_step = partitions if self._is_recomputed else None
+            is_repeated = self._is_recomputed or saved_tensors_are_hooked()
+            self._of_step = partitions if is_repeated else None
         if partitions.way == HOPS:
             is_padded = capacity is not None
             shares = token_shares(partitions.count, partitions.strategy)

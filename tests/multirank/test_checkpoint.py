@@ -62,6 +62,34 @@ def test_results_are_stocks(ranks, where):
         assert not wrong, wrong
 
 
+def bytes_handed_on(residents: list[int | str]) -> list[int]:
+    """Returns the bytes that hooks around a layer are given of what it saves, by the layers whose experts stay."""
+    from tests.ranks.megatron import parallel
+
+    found = []
+    with parallel(ep=4):
+        for resident_layers in residents:
+            options = Options(network_levels=(4,), domain_sizes=(2,), resident_layers=resident_layers)
+            layer, sizes = BesideStock({}).ours("expert-migration", options), []
+
+            def hand_on(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+                sizes.append(tensor.nbytes)
+                return tensor.detach()
+
+            with torch.autograd.graph.saved_tensors_hooks(hand_on, lambda saved: saved):
+                output, _ = layer(torch.randn(256, 4, layer.config.hidden_size, requires_grad=True))
+            output.sum().backward()
+            found.append(sum(sizes))
+    return found
+
+
+@pytest.mark.skipif(not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="before PyTorch 2.8")
+def test_what_experts_save_is_handed_on_where_others_travel(ranks):
+    """Of experts that may be dropped only their weights are kept otherwise."""
+    for may_go, stay in ranks.run(bytes_handed_on, residents=[2, "all"]):
+        assert 0.8 * stay < may_go <= stay
+
+
 def recompute_travelled_experts() -> None:
     from tests.ranks.megatron import parallel
 

@@ -237,6 +237,8 @@ def test_bad_options_of_migration_are_refused(arguments, sentence):
         ({"compression_ratio": 25.0}, "--moe-opt-compression-ratio 25 has nothing to compress where no expert"),
         ({"gradient_compression_ratio": 9.0}, "gradient-compression-ratio 9 has nothing to compress where no expert"),
         ({"resident_layers": 2}, "--moe-opt-resident-layers 2 bounds what is held of experts that travel, and none"),
+        ({"prefetch_layers": 4}, "--moe-opt-prefetch-layers 4 is about experts that travel, and none does: give"),
+        ({"residuals": "shared"}, "--moe-opt-residuals shared is about experts that travel, and none does: give"),
     ],
 )
 def test_what_is_about_experts_that_travel_is_refused_where_none_does(options, sentence):
@@ -249,6 +251,27 @@ def test_what_is_about_experts_that_travel_is_refused_where_none_does(options, s
         if "resident_layers" in options:
             megatron_moe_opt.register(Options(**options))
             config("auto")  # which may have them travel
+    finally:
+        megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"residuals": "shared"},
+            "--moe-opt-residuals shared says how compressed experts travel, and they travel whole",
+        ),
+        (
+            {"compression_ratio": 25.0, "shared_expert_interval": 50},
+            "--moe-opt-shared-expert-interval 50 is about --moe-opt-residuals shared: give that",
+        ),
+    ],
+)
+def test_what_is_about_compressed_experts_is_refused_where_none_are(options, sentence):
+    try:
+        megatron_moe_opt.register(Options(domain_sizes=(2,), **options))
+        refusal(sentence, name="expert-migration")
     finally:
         megatron_moe_opt.register()
 

@@ -325,6 +325,11 @@ def test_a_model_that_is_given_to_such_a_wrapper_is_refused_without_megatron_lms
             "monta",
             "partitions 2,4 is for --moe-token-dispatcher-type mpmoe, not monta",
         ),
+        (
+            {"chunks": 8},
+            "monta",
+            "--moe-opt-chunks 8 has no meaning at level O1, which does not cut, and is the one without",
+        ),
         ({"way": "hops"}, "monta", "way hops is for --moe-token-dispatcher-type netmoe, mpmoe, not monta"),
         (
             {"domain_sizes": (2,)},

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""What is called with a tensor that is saved for backward, and what gives it back."""
 
 
 def is_recomputing() -> bool:
@@ -28,3 +34,11 @@ def saved_tensors_are_hooked() -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def outer_hooks() -> Hooks | None:
+    """Returns the hooks through which operations save here, so that further ones inside can hand on to them: PyTorch
+    calls the innermost alone. None: there are none, or PyTorch (before 2.8) does not say.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None or not torch.is_grad_enabled() else top(True)

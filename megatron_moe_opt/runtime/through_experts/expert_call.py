@@ -214,8 +214,12 @@ class ExpertCall:
     def _record(self, tokens: torch.Tensor, hooks: AbstractContextManager[Any]) -> torch.Tensor:
         self._anchor = torch.empty(0, device=tokens.device, requires_grad=True)
         with torch.enable_grad(), hooks, self._telling_halfway():
-            sources = tokens, self._probs, *self._experts.borrow()
-            tokens, probs, *borrowed = Enter.apply(self._anchor, self._gradients, *sources)
+            borrowed = self._experts.borrow()
+            if not any(one.requires_grad for one in self._experts.stand_ins):  # nobody wants gradients of frozen ones
+                tokens, probs = Enter.apply(self._anchor, self._gradients, tokens, self._probs)
+            else:
+                sources = tokens, self._probs, *borrowed
+                tokens, probs, *borrowed = Enter.apply(self._anchor, self._gradients, *sources)
             output = self._experts.run(tokens, self._tokens_per_expert, probs, borrowed)
             self._exit = Leave.apply(output, self._gradients)
         if not self._experts.shown.use_only_their_own:

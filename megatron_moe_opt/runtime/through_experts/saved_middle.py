@@ -63,6 +63,8 @@ class _Activation:
     """The blocks that the activation saved, in the order in which they were first saved."""
     second_input: int | None = None
     """The address of the second product's input, once that has begun."""
+    input_is_saved: bool = False
+    """Whether the second product saves its input, as one does whose weights are trained."""
 
     def owns(self, address: int) -> bool:
         """Whether memory saved for the first time is the activation's own: not the first
@@ -213,6 +215,8 @@ class SavedMiddle:
             return tensor.detach()  # an output itself would keep the graph that saves it alive
         if self._is_input(tensor):
             return _View(None, *place, tensor.storage_offset() - self._tokens.storage_offset())
+        if self._running is not None and self._running.second_input == address:
+            self._running.input_is_saved = True
         block = self._blocks.get(address)
         if block is None:
             memory = _memory_of(tensor)
@@ -258,6 +262,7 @@ class _Again:
         self._activations, self._saved = iter(activations), saved
         self.hidden = 0
         """The hidden size of the experts' input, and so of their output."""
+        self._input_is_saved = False
         self._left: list[_Block] | None = None
         """The blocks that the activation under way has not saved yet; None: none runs, or it left none."""
         self._seen: dict[int, torch.Tensor] = {}
@@ -281,6 +286,7 @@ class _Again:
             raise _other_tensors()
         output = self._saved.unpack(one.output).detach().requires_grad_()
         self._left, self._seen[_address_of(output)] = one.blocks or None, output
+        self._input_is_saved = one.input_is_saved
         return output, self._saved.unpack(one.bias)
 
     def pack(self, tensor: torch.Tensor) -> None:
@@ -295,7 +301,8 @@ class _Again:
 
     def end(self, second_input: torch.Tensor) -> None:
         """Takes what the second product saved."""
-        self.pack(second_input)
+        if self._input_is_saved:
+            self.pack(second_input)
         if self._left:
             raise _other_tensors()
         self._left = None

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.kernels.streams import used_here
+from megatron_moe_opt.runtime.engine.recomputation import Hooks
 from megatron_moe_opt.runtime.engine.started import Running
 
 
@@ -62,10 +63,18 @@ class ArrivedExperts:
             return None
         return _Part(self, tensor.storage_offset() - experts.storage_offset(), tensor.size(), tensor.stride())
 
-    def hooks(self) -> saved_tensors_hooks:
-        """Returns a context in which autograd saves of these experts where they lie, and so does not hold them."""
+    def hooks(self, outer: Hooks | None = None) -> saved_tensors_hooks:
+        """Returns a context in which autograd saves of these experts where they lie, and so does not hold them.
+
+        Args:
+            outer: the hooks that keep all other tensors; None: autograd itself does.
+        """
         # An output itself would keep the graph alive that saves it.
-        return saved_tensors_hooks(lambda tensor: self.part(tensor) or tensor.detach(), restore_part)
+        save, restore = outer or (torch.Tensor.detach, lambda saved: saved)
+        return saved_tensors_hooks(
+            lambda tensor: self.part(tensor) or save(tensor),
+            lambda saved: restore_part(saved) if isinstance(saved, _Part) else restore(saved),
+        )
 
 
 @dataclass(frozen=True)

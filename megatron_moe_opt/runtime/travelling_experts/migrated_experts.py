@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import empty
-from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
+from megatron_moe_opt.runtime.engine.recomputation import is_recomputing, outer_hooks
 from megatron_moe_opt.runtime.engine.started import Running, advance_started
 from megatron_moe_opt.runtime.observed.layer_place import Place, belonging_to, place
 from megatron_moe_opt.runtime.rows.linear import linear
@@ -191,7 +191,7 @@ class MigratedExperts:
         """
         if self.communicator.residents.limit is None:
             return nullcontext()
-        return self._arrived.hooks()
+        return self._arrived.hooks(outer_hooks())
 
     def back_in_backward(self, outputs: torch.Tensor) -> torch.Tensor:
         """Returns the experts' outputs as they are. When their gradient comes, the experts of this pass are gathered
