@@ -42,7 +42,7 @@ QUICK = (
     "tests/multirank/test_mpmoe.py::test_layouts_and_workloads[ep4-{}-hot]",
     "tests/multirank/test_netmoe.py::test_equals_stock_in_fp32[megatron]",
     "tests/multirank/test_expert_migration.py::test_layouts_equal_stock",
-    "tests/system/test_quickstart.py::test_one_flag_measures_once_and_trains_like_stock",
+    "tests/multirank/test_auto.py::test_trains_like_stock_while_it_tries_and_after",
     "tests/unit/test_registry.py",
     "tests/unit/test_refusals_netmoe.py",
     "tests/unit/test_refusals_experts.py",

@@ -164,7 +164,8 @@ class MpmoeDispatcher(Dispatcher):
         partitions = self._of_step
         if partitions is None or (self._step_has_begun and not is_recomputing()):
             partitions, self._step_has_begun = self.partitioning.choose(rows_of_ranks), False
-            is_repeated = self._is_recomputed or saved_tensors_are_hooked()
+            may_differ = not isinstance(self.partitioning, FixedPartitioning)
+            is_repeated = self._is_recomputed or (may_differ and saved_tensors_are_hooked())
             self._of_step = partitions if is_repeated else None
         if partitions.way == HOPS:
             is_padded = capacity is not None

@@ -203,7 +203,7 @@ MOE_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["m
 
 WHOLE_STATE = {"distributed_optimizer": False}
 INTERLEAVED = {
-    "num_layers": 4, "microbatches": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False,
+    "num_layers": 8, "microbatches": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False,
     "deallocate_pipeline_outputs": True,
 }  # fmt: skip
 

@@ -70,6 +70,9 @@ def _measured(sizes, device):
     return replace(cluster, curves={**cluster.curves, **rates})
 
 
+FEW = IN_PARTITIONS[:2]
+
+
 def _time(out):
     from megatron_moe_opt.planning.choosing import trials
 
@@ -78,6 +81,7 @@ def _time(out):
     point = replace(point, shape=replace(point.shape, layer=layer), tokens=16)
     with on_two_nodes(_measured) as patch:
         patch.setattr(trials, "MOST_STEPS", 16)
+        patch.setattr(bench_points, "IN_PARTITIONS", FEW)
         time_points([point], out, bench_points.time_one)
     return point
 
@@ -89,5 +93,4 @@ def test_a_point_is_planned_tried_and_timed(ranks, tmp_path):
     assert any("hops" in name for name in found.rounds) and all(len(one) == 2 for one in found.rounds.values())
     assert found.wire > 0 and found.inside > 0 and found.experts > 0
     assert found.alone > 0 and found.processors > 0
-    assert found.in_partitions.keys() == set(IN_PARTITIONS) <= found.rounds.keys()
-    assert found.partitions in IN_PARTITIONS
+    assert found.in_partitions.keys() == set(FEW) <= found.rounds.keys() and found.partitions in FEW

@@ -325,11 +325,6 @@ def test_a_model_that_is_given_to_such_a_wrapper_is_refused_without_megatron_lms
             "monta",
             "partitions 2,4 is for --moe-token-dispatcher-type mpmoe, not monta",
         ),
-        (
-            {"chunks": 8},
-            "monta",
-            "--moe-opt-chunks 8 has no meaning at level O1, which does not cut, and is the one without",
-        ),
         ({"way": "hops"}, "monta", "way hops is for --moe-token-dispatcher-type netmoe, mpmoe, not monta"),
         (
             {"domain_sizes": (2,)},
@@ -359,6 +354,14 @@ def test_options_that_change_nothing_are_refused(options, name, sentence):
         refusal(sentence, name=name)
         megatron_moe_opt.register(Options(**options))  # a program may build layers of several kinds
         config(name)
+    finally:
+        megatron_moe_opt.register()
+
+
+def test_chunks_at_the_level_that_has_none_are_refused():
+    megatron_moe_opt.register(Options(chunks=8))
+    try:
+        refusal("--moe-opt-chunks 8 has no meaning at level O1, which does not cut, and is the one", name="monta")
     finally:
         megatron_moe_opt.register()
 

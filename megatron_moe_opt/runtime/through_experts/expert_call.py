@@ -214,12 +214,12 @@ class ExpertCall:
     def _record(self, tokens: torch.Tensor, hooks: AbstractContextManager[Any]) -> torch.Tensor:
         self._anchor = torch.empty(0, device=tokens.device, requires_grad=True)
         with torch.enable_grad(), hooks, self._telling_halfway():
-            borrowed = self._experts.borrow()
-            if not any(one.requires_grad for one in self._experts.stand_ins):  # nobody wants gradients of frozen ones
-                tokens, probs = Enter.apply(self._anchor, self._gradients, tokens, self._probs)
-            else:
+            borrowed, stand_ins = self._experts.borrow(), self._experts.stand_ins
+            if stand_ins and any(one.requires_grad for one in stand_ins):
                 sources = tokens, self._probs, *borrowed
                 tokens, probs, *borrowed = Enter.apply(self._anchor, self._gradients, *sources)
+            else:  # nobody wants gradients of frozen ones
+                tokens, probs = Enter.apply(self._anchor, self._gradients, tokens, self._probs)
             output = self._experts.run(tokens, self._tokens_per_expert, probs, borrowed)
             self._exit = Leave.apply(output, self._gradients)
         if not self._experts.shown.use_only_their_own:
