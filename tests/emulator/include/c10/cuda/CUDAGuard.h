@@ -9,6 +9,7 @@ namespace c10::cuda {
 
 struct CUDAGuard {
   explicit CUDAGuard(Device) {}  // there is one device
+  explicit CUDAGuard(DeviceIndex) {}
 };
 
 class CUDAStreamGuard {
