@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -187,3 +188,32 @@ def test_zero_elements_and_refusals():
     ):
         with pytest.raises(ValueError, match=message):
             kernels.empty(shape)
+
+
+def in_a_process(code: str, **environment: str) -> str:
+    """Returns what a process of its own prints, whose pool of host memory is new."""
+    begin = "from megatron_moe_opt.kernels.host_pool import empty, stats\n"
+    command = [sys.executable, "-c", begin + code]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(("ranks", "cached"), [("1", 2**22), ("1000000", 0)])
+def test_the_pool_keeps_less_where_a_machine_has_many_ranks(ranks, cached):
+    """As Slurm says it, where torchrun does not."""
+    kept = in_a_process("one = empty([2**20]); del one; print(stats()['cached_bytes'])", SLURM_NTASKS_PER_NODE=ranks)
+    assert int(kept) == cached
+
+
+def test_where_memory_is_out_the_pool_gives_back_what_it_keeps():
+    code = """
+import resource
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 700 * 2**20, resource.RLIM_INFINITY))
+for _ in range(2):
+    first = empty([80 * 2**20])
+    del first  # kept: 320 MiB
+second = empty([120 * 2**20])  # of another size, and more than is left
+print(stats()["cached_bytes"])
+"""
+    assert int(in_a_process(code)) == 0
