@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import flush, write_text_whole
 from megatron_moe_opt.planning.costs.differences import differences
+from megatron_moe_opt.runtime.engine.collectives import CollectiveError
 from megatron_moe_opt.runtime.job import failure_board
 from megatron_moe_opt.topology.layouts import Layout
 
@@ -114,8 +115,10 @@ class Checkpointer:
             dist_checkpointing.save(state, str(partial), content_metadata=_content(self._format))
         except CheckpointException as error:  # all ranks raise it, one knows why
             raise failure(TrainingError, first_of_all_ranks(_first_cause(error)) or "unknown reason") from error
+        except CollectiveError:
+            raise
         except (OSError, RuntimeError) as error:
-            if failure_board.is_of_communication(error):
+            if failure_board.is_of_communication(error):  # over NCCL, whose errors are PyTorch's own
                 raise
             raise failure(RankError, str(error)) from error
         if reason := fails_on_first_rank(functools.partial(publish, partial, final, iteration)):

@@ -65,7 +65,7 @@ def _print_lines() -> bool:
     """Prints a line for each different dispatcher: nearly always one. Returns whether it was this rank's to do so."""
     there = [layer for reference, *_ in _layers if (layer := reference()) is not None]
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    if not is_first and not any(number_of(layer) == moe_layers(layer.config)[0] for layer in there):
+    if not is_first and not any(number_of(layer) in moe_layers(layer.config)[:1] for layer in there):
         _layers.clear()
         return False
     numbers: dict[tuple[str, str], list[int]] = {}
