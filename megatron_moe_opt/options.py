@@ -42,7 +42,7 @@ class Options(*reversed(_OF_SYSTEMS), SharedOptions):
 
     def words(self) -> list[str]:
         """Returns these options as a command line gives them, without those that have their default."""
-        given = [(one, getattr(self, one.name)) for one in fields(self) if getattr(self, one.name) != one.default]
+        given = [(one, getattr(self, one.name)) for one in fields(self) if self.is_given(one.name)]
         return [
             word
             for one, value in given

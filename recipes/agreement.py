@@ -42,8 +42,7 @@ def check_is_shared(folder: Path, sentence: str) -> None:
     Raises:
         ConfigurationError: on all ranks, where it is not the same on all nodes; with the sentence.
     """
-    (name,) = known_to_all(f".seen-{secrets.token_hex(8)}")[:1]
-    mark = folder / name
+    mark = folder / known_to_all(f".seen-{secrets.token_hex(8)}")[0]
     if reason := fails_on_first_rank(mark.touch):
         raise ConfigurationError(f"{folder} cannot be written ({reason})")
 

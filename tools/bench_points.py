@@ -236,14 +236,9 @@ class Judged:
     found: Found
 
     @property
-    def rounds(self) -> Mapping[str, Sequence[float]]:
-        """Seconds of every round, by variant."""
-        return self.found.rounds
-
-    @property
     def seconds(self) -> dict[str, float]:
         """The median of each variant's rounds."""
-        return {name: statistics.median(rounds) for name, rounds in self.rounds.items()}
+        return {name: statistics.median(rounds) for name, rounds in self.found.rounds.items()}
 
     @property
     def fastest(self) -> str:
@@ -270,7 +265,7 @@ class Judged:
         """Returns how many times as fast as another variant what `auto` kept is: the ratio of the medians, and the
         least and the largest ratio of a round.
         """
-        pairs = zip(self.rounds[other], self.rounds[self.found.kept], strict=True)
+        pairs = zip(self.found.rounds[other], self.found.rounds[self.found.kept], strict=True)
         ratios = [theirs / ours for theirs, ours in pairs]
         return self.seconds[other] / self.seconds[self.found.kept], min(ratios), max(ratios)
 

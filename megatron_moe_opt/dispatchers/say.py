@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from megatron_moe_opt.gpu_settings import other_settings
 from megatron_moe_opt.planning.costs.cluster import EXPERT, RANKS, ROW, TYPE, Cluster
-from megatron_moe_opt.planning.costs.differences import differences
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.versions import software
 
@@ -46,7 +45,6 @@ def say_other_run(file: object, cluster: Cluster, layer: LayerWorkload) -> None:
     if cluster.warnings:
         listed = "; ".join(cluster.warnings)
         say_once(_PROFILE, (str(file), listed), lambda: f"{file} has curves to be doubted: {listed}")
-    there = cluster.measured_with()
     here = {
         RANKS: dist.get_world_size(),
         ROW: layer.hidden,
@@ -54,7 +52,7 @@ def say_other_run(file: object, cluster: Cluster, layer: LayerWorkload) -> None:
         TYPE: {2: "bf16", 4: "fp32"}.get(layer.element_bytes, "another"),  # fp16 is as long, and computed as fast
         **software(),
     }
-    others = differences({name: here[name] for name in there}, there)
+    others = cluster.made_otherwise(here)
     if others is not None:
         say_once(
             _PROFILE,

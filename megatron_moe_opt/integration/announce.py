@@ -50,10 +50,14 @@ def announce(layer: Any, name: str, dispatcher: Any, options: Options) -> None:
             say_once(name, waits, lambda: waits, on_any=True)
 
 
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def _is_first_of_stage() -> bool:
     from megatron.core import parallel_state
 
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if _is_first():
         return True
     if not parallel_state.model_parallel_is_initialized():
         return False
@@ -64,8 +68,7 @@ def _is_first_of_stage() -> bool:
 def _print_lines() -> bool:
     """Prints a line for each different dispatcher: nearly always one. Returns whether it was this rank's to do so."""
     there = [layer for reference, *_ in _layers if (layer := reference()) is not None]
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    if not is_first and not any(number_of(layer) in moe_layers(layer.config)[:1] for layer in there):
+    if not _is_first() and not any(number_of(layer) in moe_layers(layer.config)[:1] for layer in there):
         _layers.clear()
         return False
     numbers: dict[tuple[str, str], list[int]] = {}

@@ -30,7 +30,6 @@ from megatron_moe_opt.systems.system import (
     System,
     check_first_pass,
     chosen_by_profile,
-    flag_of,
     given_flag,
     option,
     quantization,
@@ -144,10 +143,10 @@ class MigrationOptions(SharedOptions):
             self._check_compressed()
             return
         for name in ("prefetch_layers", "residuals", "shared_expert_interval"):
-            if (value := getattr(self, name)) != getattr(MigrationOptions(), name):
+            if self.is_given(name):
                 raise ConfigurationError(
-                    f"{flag_of(MigrationOptions, name)} {shown(value)} is about experts that travel, and none does: "
-                    f"give {PREFIX}domain-sizes above 1, or drop it"
+                    f"{self.as_given(name)} is about experts that travel, and none does: give {PREFIX}domain-sizes "
+                    "above 1, or drop it"
                 )
         for flag, ratio in self.compression.items():
             raise ConfigurationError(
@@ -161,12 +160,12 @@ class MigrationOptions(SharedOptions):
 
     def _check_compressed(self) -> None:
         """Refuses what says how experts are compressed where they are not, or otherwise."""
-        if self.residuals != LAST and self.compression_ratio is None:
+        if self.is_given("residuals") and self.compression_ratio is None:
             raise ConfigurationError(
                 f"{PREFIX}residuals {self.residuals} says how compressed experts travel, and they travel whole: give "
                 f"{PREFIX}compression-ratio, or drop it"
             )
-        if self.shared_expert_interval != MigrationOptions().shared_expert_interval and self.residuals != SHARED:
+        if self.is_given("shared_expert_interval") and self.residuals != SHARED:
             raise ConfigurationError(
                 f"{PREFIX}shared-expert-interval {self.shared_expert_interval} is about {PREFIX}residuals {SHARED}: "
                 "give that, or drop it"

@@ -21,7 +21,6 @@ from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules.mpmoe import NONE, PARTITIONS, STRATEGIES, Restore
 from megatron_moe_opt.systems.expert_migration import (
     EXPERT_MIGRATION,
-    MigrationOptions,
     check_padding,
     check_travelling,
     domain_kind,
@@ -38,7 +37,6 @@ from megatron_moe_opt.systems.system import (
     SharedOptions,
     System,
     chosen_by_profile,
-    flag_of,
     given_flag,
     option,
     quantization,
@@ -226,10 +224,10 @@ def _check_domains(config: Any, options: Any) -> None:
     """Refuses experts that travel where tokens do not hop, and with what does not go with them."""
     if options.domain_sizes is None:
         for name in sorted(EXPERT_MIGRATION.own_options - {"network_levels"}):
-            if (value := getattr(options, name)) != getattr(MigrationOptions(), name):
+            if options.is_given(name):
                 raise ConfigurationError(
-                    f"{flag_of(MigrationOptions, name)} {shown(value)} is about experts that travel, and under {FLAG} "
-                    f"{NAME} none does: give {PREFIX}way {HOPS} and {PREFIX}domain-sizes above 1, or drop it"
+                    f"{options.as_given(name)} is about experts that travel, and under {FLAG} {NAME} none does: give "
+                    f"{PREFIX}way {HOPS} and {PREFIX}domain-sizes above 1, or drop it"
                 )
         return
     flag = f"{PREFIX}domain-sizes {shown(options.domain_sizes)}"

@@ -70,7 +70,7 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
     """Refuses what cannot move with samples, or would not be what it is without moves."""
     ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
     tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
-    if ranks == tp * cp or ranks % (tp * cp):
+    if _has_no_groups(ranks, tp * cp):
         of_sample = f"--tensor-model-parallel-size {tp}" + (f" x --context-parallel-size {cp}" if cp > 1 else "")
         raise ConfigurationError(
             f"{FLAG} netmoe moves samples between the groups that hold one each and share experts, but "
@@ -111,6 +111,11 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
         if wrong:
             why = _WHY.get(flags.partition(" ")[0], "which moves samples between ranks")
             raise ConfigurationError(f"{flags} does not work with {FLAG} netmoe, {why}: change it, or use monta")
+
+
+def _has_no_groups(ranks: int, of_sample: int) -> bool:
+    """Whether `ranks` that share experts are not several groups of ranks that hold one sample each."""
+    return ranks == of_sample or ranks % of_sample > 0
 
 
 _SAVES = ("--moe-routing-trace-path", "--save-activations-interval", "--save-dgrads-interval")
@@ -164,7 +169,7 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
     """Predicts the dispatcher's exchanges, their all-to-alls less what placing samples keeps inside nodes."""
     one, saving = layer.workload, layer.workload.placement_saving
     ranks, of_sample = one.ep * one.etp, one.sample_ranks
-    if ranks == of_sample or ranks % of_sample:
+    if _has_no_groups(ranks, of_sample):
         yield Refusal(
             NAME,
             f"samples move between the groups of TP x CP = {of_sample} ranks that hold one each and share experts, and "

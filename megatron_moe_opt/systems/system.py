@@ -86,6 +86,14 @@ class SharedOptions:
     def check(self) -> None:
         """Refuses options of one system that contradict each other or the shared ones. Raises ConfigurationError."""
 
+    def is_given(self, name: str) -> bool:
+        """Whether an option, by the name of its field, has another value than its default."""
+        return getattr(self, name) != self.__dataclass_fields__[name].default
+
+    def as_given(self, name: str) -> str:
+        """Returns an option, by the name of its field, with its value, as on a command line."""
+        return f"{flag_of(type(self), name)} {shown(getattr(self, name))}"
+
     def auto_needs_profile(self, *names: str) -> None:
         """Refuses options, by the names of their fields, that are to be chosen where nothing was measured."""
         for name in names:
@@ -96,9 +104,8 @@ class SharedOptions:
         """Refuses an option, by the name of its field, that leaves a choice where nothing was measured."""
         if self.profile is None:
             raise ConfigurationError(
-                f"{flag_of(type(self), name)} {shown(getattr(self, name))} chooses from measurements: run `moe-opt "
-                f"profile` and give its file with {PREFIX}profile; {FLAG} {AUTO}, with that file, also tries what it "
-                "chooses"
+                f"{self.as_given(name)} chooses from measurements: run `moe-opt profile` and give its file with "
+                f"{PREFIX}profile; {FLAG} {AUTO}, with that file, also tries what it chooses"
             )
 
 

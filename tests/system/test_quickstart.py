@@ -65,19 +65,22 @@ def measure_little() -> None:
     measure.GEMM_ROWS = (16, 32)
 
 
-def test_one_flag_measures_once(data: Path, tmp_path: Path):
+def test_one_flag_measures_once_and_trains_like_stock(data: Path, tmp_path: Path):
     """`auto` alone: the second start reads what the first has measured."""
     auto = ("--moe-token-dispatcher-type", "auto", "--moe-opt-profile-seconds", 1, "--save", tmp_path / "saved")
-    log = tmp_path / "auto.jsonl"
+    logs = [tmp_path / name for name in ("auto.jsonl", "stock.jsonl")]
     file = tmp_path / "saved" / "moe-opt-cluster.json"
-    few = ("--train-iters", 4, "--exit-interval", 2, "--log-json", log)
+    few = ("--train-iters", 4, "--exit-interval", 2, "--log-json", logs[0])
     first = train(data, tmp_path, *auto, *few, before=measure_little)
     assert "moe-opt: auto: measuring what moves cost here, for 1 s at most: part 1 of " in first
     assert f"moe-opt: auto: what was measured is kept in {file}" in first
-    second = train(data, tmp_path, *auto, "--train-iters", 4, "--load", tmp_path / "saved", "--log-json", log)
+    second = train(data, tmp_path, *auto, "--train-iters", 4, "--load", tmp_path / "saved", "--log-json", logs[0])
     assert f"moe-opt: auto: costs of moves here are those that were measured before, in {file}" in second
     assert "measuring what moves cost" not in second
-    assert list(losses(log)) == [1, 2, 3, 4]
+    train(data, tmp_path, "--moe-token-dispatcher-type", "alltoall", "--train-iters", 4, "--log-json", logs[1])
+    ours, stocks = map(losses, logs)
+    assert list(ours) == list(stocks) == [1, 2, 3, 4]
+    assert list(ours.values()) == pytest.approx(list(stocks.values()), rel=1e-4)
 
 
 def test_checkpoints_cross_dispatchers_and_resume_bit_for_bit(data: Path, tmp_path: Path):

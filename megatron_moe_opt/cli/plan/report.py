@@ -21,7 +21,6 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.costs.cluster import EXPERT, OURS, ROW, STOCK, TYPE
 from megatron_moe_opt.planning.costs.curves import CostCurve
-from megatron_moe_opt.planning.costs.differences import differences
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.costs.known_clusters import GIB
 from megatron_moe_opt.planning.predicting.baselines import baselines
@@ -135,8 +134,7 @@ def _doubts(case: Case) -> Iterator[str]:
     cluster = case.site.cluster
     yield from cluster.warnings
     here = {ROW: case.model.hidden, EXPERT: case.model.ffn, TYPE: case.settings.dtype}
-    there = {name: value for name, value in cluster.measured_with().items() if name in here}
-    others = differences({name: here[name] for name in there}, there)
+    others = cluster.made_otherwise(here)
     if others is not None:
         yield f"measured for another layer, and its times may not hold: {others}"
 

@@ -236,8 +236,8 @@ def _measured(settings: PlanSettings) -> Site:
         )
     device = None if peak is None or efficiency is None else GpuSpeed(peak * 1e12, efficiency)
     if layout.tp != world.tp:  # under sequence parallelism no exchange of a MoE layer is over TP, but a step's are
-        of_others = {key: points for key, points in cluster.curves.items() if key[1] != TP}
-        cluster = replace(cluster, curves=of_others)
+        without_tp = {key: points for key, points in cluster.curves.items() if key[1] != TP}
+        cluster = replace(cluster, curves=without_tp)
     return Site(cluster, layout, workers, False, device, None)
 
 

@@ -13,6 +13,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import write_text_whole
 from megatron_moe_opt.planning.costs.bus_bandwidth import bus_of
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.costs.differences import differences
 from megatron_moe_opt.planning.json_places import JsonPlace
 from megatron_moe_opt.planning.predicting.simulator import Slowdown, simulate
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
@@ -198,6 +199,11 @@ class Cluster:
             of_expert = gemm.ffn_hidden * self.world.expert_tp
             known |= {ROW: gemm.hidden, EXPERT: of_expert, TYPE: gemm.dtype}
         return known | {name: version for name, version in self.software.items() if name in VERSIONS}
+
+    def made_otherwise(self, here: Facts) -> str | None:
+        """Returns in words what of `here` it was measured with otherwise, as far as it says; None: nothing."""
+        there = {name: fact for name, fact in self.measured_with().items() if name in here}
+        return differences({name: here[name] for name in there}, there)
 
     def costs(self) -> Costs:
         """Returns what ops cost, for the simulator and the choice of level and chunks."""
