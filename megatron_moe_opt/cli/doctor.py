@@ -141,11 +141,11 @@ def _megatron() -> Iterator[Finding]:
 
 def _optional_libraries() -> Iterator[Finding]:
     for subject, module, use in (
-        ("Transformer Engine", "transformer_engine", "the recipes, stock permute fusion and grouped experts"),
-        ("Apex", "apex", "fused optimizers"),
+        ("Transformer Engine", "transformer_engine", "layers of pretrain_gpt.py by default, and of the recipes"),
+        ("Apex", "apex", "--gradient-accumulation-fusion, which Megatron-LM has on by default"),
     ):
         if find_spec(module) is None:
-            yield Finding(subject, f"not installed; not needed ({use} on GPUs)")
+            yield Finding(subject, f"not installed; not needed by this package (on GPUs: {use})")
         else:
             yield Finding(subject, _version_of(module.replace("_", "-")))
 

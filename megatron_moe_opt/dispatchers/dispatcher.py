@@ -85,11 +85,33 @@ class Dispatcher(Protocol):
         return dispatched.unpermute(returned)
 
 
+class Passage:
+    """The rows of one forward pass that go to their experts in one exchange, and come back to where they came from."""
+
+    own: OwnRows
+    """This rank's rows, before they are sent."""
+    exchange: Exchange
+    """Who sends what to whom; the first use waits for the counts to reach the host."""
+
+    def dispatch(
+        self, packed: torch.Tensor, prob_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the experts' inputs, rows per expert and probabilities, as Dispatcher.dispatch says."""
+        tokens_NH, probs_N = to_experts(packed, self.own.wire, self.exchange, prob_dtype)
+        return tokens_NH, self.exchange.plan.tokens_per_expert, probs_N
+
+    def combine(self, rows_NH: torch.Tensor) -> torch.Tensor:
+        """Returns what stands for the rows that came back from their experts, as Dispatcher.combine says."""
+        return to_sources(rows_NH, self.own.wire, self.exchange)
+
+    def unpermute(self, returned: torch.Tensor) -> torch.Tensor:
+        """Returns each token's sum of its rows, [T, H], as Dispatcher.unpermute says."""
+        return self.own.unpermute(returned)
+
+
 @dataclass(frozen=True)
-class Dispatched:
-    """The rows of one forward pass that come back to where they came from: what `permute` has noted of them. Its
-    own rows are PermutedRows.
-    """
+class Dispatched(Passage):
+    """What `permute` has noted of the rows of one forward pass. Its own rows are PermutedRows."""
 
     own: OwnRows
     counts: HostCopy
@@ -111,21 +133,6 @@ class Dispatched:
             return Exchange(way_of(groups, self.level, source.payload), plan)
         sent, parts = share_out(counts, *ranks, self.sharing)
         return Exchange(EpWithExpertTp(groups, source.payload, parts), plan_exchange(sent, *ranks, 1, device))
-
-    def dispatch(
-        self, packed: torch.Tensor, prob_dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the experts' inputs, rows per expert and probabilities, as Dispatcher.dispatch says."""
-        tokens_NH, probs_N = to_experts(packed, self.own.wire, self.exchange, prob_dtype)
-        return tokens_NH, self.exchange.plan.tokens_per_expert, probs_N
-
-    def combine(self, rows_NH: torch.Tensor) -> torch.Tensor:
-        """Returns what stands for the rows that came back from their experts, as Dispatcher.combine says."""
-        return to_sources(rows_NH, self.own.wire, self.exchange)
-
-    def unpermute(self, returned: torch.Tensor) -> torch.Tensor:
-        """Returns each token's sum of its rows, [T, H], as Dispatcher.unpermute says."""
-        return self.own.unpermute(returned)
 
 
 def counts_beyond(copies: TokenCopies, of_experts: torch.Tensor) -> HostCopy:

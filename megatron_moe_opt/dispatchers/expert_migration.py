@@ -20,7 +20,6 @@ from megatron_moe_opt.dispatchers.expert_domains import Choosing
 from megatron_moe_opt.dispatchers.hopping_tokens import HoppingTokens
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.hops.token_hops import TokenHops
-from megatron_moe_opt.runtime.rows.expert_exchange import to_experts, to_sources
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
 from megatron_moe_opt.topology.domain_groups import DomainGroups, domain_groups
 from megatron_moe_opt.topology.domains import ExpertDomains
@@ -92,15 +91,4 @@ class ExpertMigrationDispatcher(Dispatcher):
         """
         if self.migrated is not None:
             self.migrated.fetch(dispatched.news)  # on their way while tokens are
-        (exchange,) = dispatched.exchanges
-        rows_NH, probs_N = to_experts(packed, dispatched.own.wire, exchange, prob_dtype)
-        return rows_NH, exchange.plan.tokens_per_expert, probs_N
-
-    def combine(self, rows_NH: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
-        """Sums the expert outputs [R, H] on their way back to the ranks of their tokens."""
-        (exchange,) = dispatched.exchanges
-        return to_sources(rows_NH, dispatched.own.wire, exchange)
-
-    def unpermute(self, returned: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
-        """Returns the outputs [T, H]: they were summed on their way, so that nothing remains to be added."""
-        return dispatched.own.unpermute(returned)
+        return super().dispatch(packed, dispatched, prob_dtype)

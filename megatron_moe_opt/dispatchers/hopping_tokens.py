@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from megatron_moe_opt.dispatchers.dispatcher import counts_beyond
+from megatron_moe_opt.dispatchers.dispatcher import Passage, counts_beyond
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.hops.hop_plan import HopPlan
@@ -19,7 +19,7 @@ from megatron_moe_opt.topology.expert_groups import TokenCopies
 
 
 @dataclass(frozen=True)
-class HoppingTokens:
+class HoppingTokens(Passage):
     """What is noted of a pass whose tokens hop; one object a forward pass."""
 
     hops: TokenHops
@@ -73,6 +73,12 @@ class HoppingTokens:
             shape = (self.hops.experts.ep_size, self.hops.experts.etp_size, -1)
             self.copies.check_alike(of_experts.reshape(shape), self.beyond and self.beyond.wait())
         return self.hops.exchanges(counts, self.rows)
+
+    @property
+    def exchange(self) -> Exchange[HopPlan]:
+        """Returns who sends what to whom, where there is one part."""
+        (exchange,) = self.exchanges
+        return exchange
 
     @property
     def news(self) -> list[int]:

@@ -161,12 +161,12 @@ class MpmoeDispatcher(Dispatcher):
             # host synchronisation: where partitions depend on rows, in the first pass; later ones go by earlier rows
             return [of_rank // holders for of_rank in (before or self._rows).wait().tolist()]
 
+        # Without gradients a pass is of an evaluation, or the first one of a re-entrant checkpoint, which repeats it.
+        may_be_repeated = self.chooses_once_a_step and (saved_tensors_are_hooked() or not torch.is_grad_enabled())
         partitions = self._of_step
         if partitions is None or (self._step_has_begun and not is_recomputing()):
             partitions, self._step_has_begun = self.partitioning.choose(rows_of_ranks), False
-            may_differ = not isinstance(self.partitioning, FixedPartitioning)
-            is_repeated = self._is_recomputed or (may_differ and saved_tensors_are_hooked())
-            self._of_step = partitions if is_repeated else None
+            self._of_step = partitions if self._is_recomputed or may_be_repeated else None
         if partitions.way == HOPS:
             is_padded = capacity is not None
             shares = token_shares(partitions.count, partitions.strategy)

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.travelling_experts.step_passes import step_of
-from tests.multirank.test_expert_migration import ALL_ENTRIES, hidden_states, layers, options_of, relative
-from tests.multirank.test_expert_migration_training import FULL_RECOMPUTE
+from tests.multirank.test_expert_migration import ALL_ENTRIES, hidden_states, layers, relative
 
 DOMAINS = [((4,), (4,)), ((2, 2), (2, 1)), ((2, 2), (2, 2))]
 
@@ -179,15 +178,11 @@ def train(options: Options, dispatcher: str, steps: int, **settings: Any) -> lis
         megatron_moe_opt.register()
 
 
-@pytest.mark.parametrize(
-    ("ratio", "steps", "settings", "bound"),
-    [(ALL_ENTRIES, 3, FULL_RECOMPUTE, 1e-5), (8.0, 5, {"bf16": True, "microbatches": 1}, 0.05)],
-    ids=str,
-)
-def test_losses_are_near_those_of_stock(ranks, ratio, steps, settings, bound):
-    options = options_of(network_levels=(2, 2), domain_sizes=(2, 2), gradient_compression_ratio=ratio)
-    ours = ranks.run(train, options=options, dispatcher="expert-migration", steps=steps, **settings)
-    stock = ranks.run(train, options=Options(), dispatcher="alltoall", steps=steps, **settings)
-    assert ours[0] == pytest.approx(stock[0], rel=bound)
-    assert ours[0] != stock[0] or ratio == ALL_ENTRIES
+def test_losses_are_near_those_of_stock(ranks):
+    options = Options(network_levels=(2, 2), domain_sizes=(2, 2), gradient_compression_ratio=8.0)
+    settings = {"steps": 5, "bf16": True, "microbatches": 1}
+    ours = ranks.run(train, options=options, dispatcher="expert-migration", **settings)
+    stock = ranks.run(train, options=Options(), dispatcher="alltoall", **settings)
+    assert ours[0] == pytest.approx(stock[0], rel=0.05)
+    assert ours[0] != stock[0]
     assert stock[0][-1] < stock[0][0]

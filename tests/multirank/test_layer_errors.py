@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -38,21 +39,29 @@ def fail(dispatcher: str, direction: str) -> tuple[str, str]:
     raise AssertionError("no error")
 
 
-@pytest.mark.parametrize(
-    ("dispatcher", "direction", "sentence"),
-    [
-        ("monta", "forward", "ValueError: boom"),
-        ("monta", "recompute", "ValueError: boom"),
-        ("mpmoe", "forward", "lane compute: compute of chunk 0 failed: ValueError: boom"),
-        ("mpmoe", "backward", "lane compute: gradient of chunk 0 failed: ValueError: boom"),
-        ("netmoe", "forward", "ValueError: boom"),
-        ("expert-migration", "forward", "ValueError: boom"),
-    ],
-)
-def test_an_error_names_layer_and_pass_and_keeps_its_cause(
-    doomed_ranks: RankPool, dispatcher: str, direction: str, sentence: str
-):
-    # The lane that fails races the one of the exchanges: some ranks may have begun one that the others never begin.
-    for message, cause in doomed_ranks.run(fail, dispatcher=dispatcher, direction=direction):
+@pytest.fixture(scope="module")
+def failing_ranks() -> Iterator[RankPool]:
+    """Rank processes whose layers fail between two exchanges, so that they go on together."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+def check(pool: RankPool, dispatcher: str, direction: str, sentence: str) -> None:
+    for message, cause in pool.run(fail, dispatcher=dispatcher, direction=direction):
         assert message == f"in MoE layer 7 ({dispatcher}, {direction}): {sentence}"
         assert "in raise_in_experts" in cause and cause.endswith("ValueError: boom\n")
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "direction"),
+    [("monta", "forward"), ("monta", "recompute"), ("netmoe", "forward"), ("expert-migration", "forward")],
+)
+def test_an_error_names_layer_and_pass_and_keeps_its_cause(failing_ranks: RankPool, dispatcher: str, direction: str):
+    check(failing_ranks, dispatcher, direction, "ValueError: boom")
+
+
+@pytest.mark.parametrize(("direction", "op"), [("forward", "compute"), ("backward", "gradient")])
+def test_an_error_in_a_lane_names_its_op_too(doomed_ranks: RankPool, direction: str, op: str):
+    # That lane races the one of the exchanges: some ranks may have begun one that the others never begin.
+    check(doomed_ranks, "mpmoe", direction, f"lane compute: {op} of chunk 0 failed: ValueError: boom")

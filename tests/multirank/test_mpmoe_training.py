@@ -212,10 +212,13 @@ class ByRows:
         return "by rows"
 
 
-def repeated(profile: Path) -> tuple[list[int], list[list[int]]]:
-    """The numbers of partitions that are chosen in three optimizer steps of three micro-batches that are recomputed;
-    and those that all passes of each have. In the last gradients are cleared between forward and backward passes.
+def repeated(profile: Path, by: str) -> tuple[list[int], list[list[int]]]:
+    """The numbers of partitions that are chosen in three optimizer steps of three micro-batches that are recomputed, by
+    Megatron or by torch.utils.checkpoint; and those that all passes of each have. In the last gradients are cleared
+    between forward and backward passes.
     """
+    from torch.utils.checkpoint import checkpoint
+
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.integration.optimizer_step import gradients_cleared
@@ -226,7 +229,9 @@ def repeated(profile: Path) -> tuple[list[int], list[list[int]]]:
         torch.manual_seed(3 + dist.get_rank())
         megatron_moe_opt.register(Options(partitions=(2, 3), profile=profile))
         recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-        layer = build_layer(moe_config(moe_token_dispatcher_type="mpmoe", **recompute))
+        settings = recompute if by == "Megatron" else {}
+        layer = build_layer(moe_config(moe_token_dispatcher_type="mpmoe", **settings))
+        run = layer if by == "Megatron" else functools.partial(checkpoint, layer, use_reentrant=by == "re-entrant")
         megatron_moe_opt.register()
         partitioning = layer.token_dispatcher.dispatcher.partitioning = ByRows()
         counts = []
@@ -234,7 +239,7 @@ def repeated(profile: Path) -> tuple[list[int], list[list[int]]]:
             gradients_cleared()
             with recording() as timelines:
                 batches = [torch.randn(16, size, 64, requires_grad=True) for size in sizes]
-                outputs = [layer(one)[0] for one in batches]
+                outputs = [run(one)[0] for one in batches]
                 if len(counts) == 2:
                     gradients_cleared()
                 for output in outputs:
@@ -243,12 +248,13 @@ def repeated(profile: Path) -> tuple[list[int], list[list[int]]]:
     return partitioning.chosen, counts
 
 
-def test_passes_of_a_step_have_the_same_partitions_where_they_are_repeated(ranks, tmp_path):
+@pytest.mark.parametrize("by", ["Megatron", "re-entrant", "hooks"])
+def test_passes_of_a_step_have_the_same_partitions_where_they_are_repeated(ranks, tmp_path, by):
     """Else experts draw other random numbers, and Transformer Engine takes scales of another call. The first step goes
     by its own first rows, each later one by those of the one before it.
     """
     profile = write_profile(tmp_path / "cluster.json", World((0, 0, 0, 0), ep=4), (4,))
-    for chosen, counts in ranks.run(repeated, profile=profile):
+    for chosen, counts in ranks.run(repeated, profile=profile, by=by):
         assert counts == [[count] * 9 for count in chosen]  # three forward passes, repetitions and backward passes
         assert len(chosen) == 3 and chosen[0] == chosen[1] != chosen[2]
 

@@ -91,6 +91,7 @@ def compare_replicated(
     routing: str | None,
     options: Options | None = None,
     frozen: bool = False,
+    unmarked: bool = False,
 ) -> dict[str, float]:
     """How far our layer on all tokens, without sequence parallelism, is from stock's on each rank's part.
 
@@ -98,6 +99,7 @@ def compare_replicated(
 
     Args:
         frozen: the router is not trained in a first pass.
+        unmarked: parameters are replaced by others without Megatron's marks before it, as FSDP does.
         options: of ours.
     """
     from megatron.core import parallel_state
@@ -123,6 +125,10 @@ def compare_replicated(
         generator = torch.Generator().manual_seed(5 + dist.get_rank() // tp)  # the same on the ranks of a TP group
         hidden, weights = (torch.randn(SEQUENCE, BATCH, stock_config.hidden_size, generator=generator) for _ in "ab")
         found, expected = {}, {}
+        if unmarked:
+            for module in ours.modules():
+                for name, parameter in module.named_parameters(recurse=False):
+                    setattr(module, name, torch.nn.Parameter(parameter.detach()))
         if frozen:
             ours.router.requires_grad_(False)
             ours(hidden)[0].sum().backward()
@@ -213,6 +219,14 @@ def test_split_after_the_gate_gives_what_sequence_parallelism_gives(ranks, dispa
 def test_a_router_that_was_frozen_is_trained_as_others_later(ranks, options):
     arguments = {"layout": {"tp": 2, "ep": 2, "etp": 2}, "settings": SHARED, "routing": None, "options": options}
     for errors in ranks.run(compare_replicated, dispatcher="parm", frozen=True, **arguments):
+        assert max(errors.values()) < 1e-6, errors
+
+
+@pytest.mark.parametrize("options", [None, S2], ids=["S1", "S2"])
+def test_gradients_are_complete_where_parameters_have_lost_their_marks(ranks, options):
+    """What is left to be added over TP goes by the marks that Megatron puts when it builds a layer."""
+    arguments = {"layout": {"tp": 2, "ep": 2, "etp": 2}, "settings": GATED, "routing": None, "options": options}
+    for errors in ranks.run(compare_replicated, dispatcher="parm", unmarked=True, **arguments):
         assert max(errors.values()) < 1e-6, errors
 
 

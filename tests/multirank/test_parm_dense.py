@@ -143,7 +143,12 @@ def test_sizes_that_fit_4_ranks(ranks):
 def test_tokens_that_depend_on_each_other(ranks):
     layouts = [{"tp": 2, "ep": 2, "etp": 2}, {"tp": 4, "ep": 2, "etp": 1}]
     settings, schedules = (NO_AUX | DROP, SINKHORN), (*SCHEDULES, IN_ONE_PHASE)
-    assert ranks.run(compare_all, cases=list(itertools.product(layouts, settings, schedules))) == [[]] * 4
+    cases = [
+        (layout, settings[(row + column) % 2], schedule)
+        for row, layout in enumerate(layouts)
+        for column, schedule in enumerate(schedules)
+    ]
+    assert ranks.run(compare_all, cases=cases) == [[]] * 4
 
 
 def test_sizes_that_need_8_ranks(eight_ranks):

@@ -84,6 +84,7 @@ class RankPool:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder = Path()
+        self._store: Any = None
 
     def run(self, function: Callable[..., Any], timeout_s: float = CASE_TIMEOUT_S, **kwargs: Any) -> list[Any]:
         """Execute `function(**kwargs)` on every rank and return the results in rank order.
@@ -114,16 +115,22 @@ class RankPool:
         if self._processes:
             shutil.rmtree(self._folder)
             atexit.unregister(self.close)
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None
 
     def _start(self) -> None:
+        from torch.distributed import TCPStore
+
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        # Served here, so that no rank's end is that of the store. Ranks wait at a file's in steps of 10 ms, at each of
+        # the dozens of groups of a layout.
+        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         atexit.register(self.close)
         with preloaded_processes() as context:
             for rank in range(self.world):
                 ours, theirs = context.Pipe()
                 # Not daemons, because those may have no children and checkpoint writers are; `close` ends them.
-                process = context.Process(target=_serve, args=(theirs, rank, self.world, self._folder))
+                served = (theirs, rank, self.world, self._folder, self._store.port)
+                process = context.Process(target=_serve, args=served)
                 process.start()
                 theirs.close()
                 self._processes.append(process)
@@ -186,7 +193,7 @@ def _stack_file(folder: Path, rank: int) -> Path:
     return folder / f"stack-{rank}.txt"
 
 
-def _serve(pipe: Connection, rank: int, world: int, folder: Path) -> None:
+def _serve(pipe: Connection, rank: int, world: int, folder: Path, port: int) -> None:
     """Body of a rank process: initialize, then execute cases until the pipe closes."""
     die_with_parent()
     os.setpgrp()
@@ -200,7 +207,7 @@ def _serve(pipe: Connection, rank: int, world: int, folder: Path) -> None:
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115 (open for the process's life)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     faulthandler.enable(file=stacks)  # for `_end_of`
-    _answer(pipe, lambda: _initialize(rank, world, folder / "store"))
+    _answer(pipe, lambda: _initialize(rank, world, port))
     while True:
         try:
             path, case = pickle.loads(pipe.recv_bytes()), pipe.recv_bytes()
@@ -225,7 +232,7 @@ def _execute(case: bytes) -> Any:
         gc.freeze()  # what stays of this case is not looked through whenever a later one collects garbage
 
 
-def _initialize(rank: int, world: int, store: Path) -> None:
+def _initialize(rank: int, world: int, port: int) -> None:
     if EMULATOR in os.environ:
         import tests.emulator.plugin  # noqa: F401 (before PyTorch)
 
@@ -237,7 +244,8 @@ def _initialize(rank: int, world: int, store: Path) -> None:
     if GPUS in os.environ:
         devices.use_gpu()
     backend = "nccl" if GPUS in os.environ else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+    store = dist.TCPStore("localhost", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     dist.barrier()
 
 

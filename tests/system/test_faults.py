@@ -40,7 +40,6 @@ SAMPLE = (
     Fault("auto", "background", "raise", victim=2),
     Fault("expert-migration", "backward", "raise", victim=0, rank_0_serves_store=True),
     Fault("monta", "combine", "disagree", victim=2),
-    Fault("auto", "dispatch", "disagree", victim=3),
 )
 
 

@@ -55,6 +55,22 @@ def test_train_and_compare(text: Path, tmp_path: Path):
     assert len(beside) == 16 and all(abs(float(ours) - float(there)) < 2e-4 for ours, there in beside)
 
 
+STOCK, MONTA = (("--moe-token-dispatcher-type", name) for name in ("alltoall", "monta"))
+SIX = ("--train-iters", 6)
+
+
+@pytest.fixture(scope="module")
+def stock(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of six iterations of stock: what was printed, its log, telemetry, and a checkpoint every two."""
+    folder = tmp_path_factory.mktemp("stock")
+    train(
+        data, folder, *SIX, *STOCK, "--save", folder / "saved", "--save-interval", 2,
+        "--log-json", folder / "log.jsonl", "--eval-iters", 1, "--moe-opt-telemetry",
+        "--tensorboard-dir", folder / "board",
+    )  # fmt: skip
+    return folder
+
+
 def measure_little() -> None:
     """Has a rank measure the least of the shortest: what it measures is not looked at."""
     from megatron_moe_opt.integration.measuring import measure, meter
@@ -65,39 +81,34 @@ def measure_little() -> None:
     measure.GEMM_ROWS = (16, 32)
 
 
-def test_one_flag_measures_once_and_trains_like_stock(data: Path, tmp_path: Path):
+def test_one_flag_measures_once_and_trains_like_stock(data: Path, tmp_path: Path, stock: Path):
     """`auto` alone: the second start reads what the first has measured."""
     auto = ("--moe-token-dispatcher-type", "auto", "--moe-opt-profile-seconds", 1, "--save", tmp_path / "saved")
-    logs = [tmp_path / name for name in ("auto.jsonl", "stock.jsonl")]
-    file = tmp_path / "saved" / "moe-opt-cluster.json"
-    few = ("--train-iters", 4, "--exit-interval", 2, "--log-json", logs[0])
-    first = train(data, tmp_path, *auto, *few, before=measure_little)
+    file, log = tmp_path / "saved" / "moe-opt-cluster.json", ("--log-json", tmp_path / "auto.jsonl")
+    first = train(data, tmp_path, *SIX, *auto, *log, "--exit-interval", 2, before=measure_little)
     assert "moe-opt: auto: measuring what moves cost here, for 1 s at most: part 1 of " in first
     assert f"moe-opt: auto: what was measured is kept in {file}" in first
-    second = train(data, tmp_path, *auto, "--train-iters", 4, "--load", tmp_path / "saved", "--log-json", logs[0])
+    second = train(data, tmp_path, *SIX, *auto, *log, "--exit-interval", 4, "--load", tmp_path / "saved")
     assert f"moe-opt: auto: costs of moves here are those that were measured before, in {file}" in second
     assert "measuring what moves cost" not in second
-    train(data, tmp_path, "--moe-token-dispatcher-type", "alltoall", "--train-iters", 4, "--log-json", logs[1])
-    ours, stocks = map(losses, logs)
-    assert list(ours) == list(stocks) == [1, 2, 3, 4]
-    assert list(ours.values()) == pytest.approx(list(stocks.values()), rel=1e-4)
+    ours, stocks = losses(tmp_path / "auto.jsonl"), losses(stock / "log.jsonl")
+    assert list(ours) == [1, 2, 3, 4]
+    assert list(ours.values()) == pytest.approx([stocks[iteration] for iteration in ours], rel=1e-4)
 
 
-def test_checkpoints_cross_dispatchers_and_resume_bit_for_bit(data: Path, tmp_path: Path):
-    logs = [tmp_path / name for name in ("whole.jsonl", "stock.jsonl", "back.jsonl")]
-    common = ("--train-iters", 6)
-    monta, stock = (("--moe-token-dispatcher-type", name) for name in ("monta", "alltoall"))
-    output = train(
-        data, tmp_path, *common, *monta, "--save", tmp_path / "a", "--save-interval", 2, "--log-json", logs[0],
-        "--eval-iters", 1, "--moe-opt-telemetry", "--tensorboard-dir", tmp_path / "board",
-    )  # fmt: skip
+def test_stock_validates_and_reports(stock: Path):
+    output = (stock / "output.txt").read_text()
     assert "validation loss" in output
-    check_telemetry(output, logs[0], tmp_path / "board")
+    check_telemetry(output, stock / "log.jsonl", stock / "board")
+
+
+def test_checkpoints_cross_dispatchers_and_resume_bit_for_bit(data: Path, tmp_path: Path, stock: Path):
+    logs = [stock / "log.jsonl", tmp_path / "there.jsonl", tmp_path / "back.jsonl"]
     train(
-        data, tmp_path, *common, *stock, "--load", tmp_path / "a", "--ckpt-step", 2, "--exit-interval", 4,
+        data, tmp_path, *SIX, *MONTA, "--load", stock / "saved", "--ckpt-step", 2, "--exit-interval", 4,
         "--save", tmp_path / "b", "--log-json", logs[1],
     )  # fmt: skip
-    train(data, tmp_path, *common, *monta, "--load", tmp_path / "b", "--log-json", logs[2])
+    train(data, tmp_path, *SIX, *STOCK, "--load", tmp_path / "b", "--log-json", logs[2])
     whole, there, back = map(losses, logs)
     assert list(whole) == [1, 2, 3, 4, 5, 6]
     assert there == {3: whole[3], 4: whole[4]}

@@ -118,12 +118,13 @@ def experts_to_migrate(layer: Any, options: Options) -> tuple[Migrate, list[Remo
             at_loading(gradients)
         else:  # inside a node it takes less to return them in each pass than to copy their sums to the host and back
             gradients = WholeGradients(on_host and experts_cross_nodes(groups))
+        refuse_skips = functools.partial(_refuse_lone_skips)  # one's own: it is forgotten with these groups alone
         before_optimizer_step(communicator.before_step)
         after_optimizer_step(communicator.after_step)
         after_optimizer_step(communicator.after_skipped_step, updated=False)
-        after_optimizer_step(_refuse_lone_skips)
-        after_optimizer_step(_refuse_lone_skips, updated=False)
-        of_step = communicator.before_step, communicator.after_step, communicator.after_skipped_step, _refuse_lone_skips
+        after_optimizer_step(refuse_skips)
+        after_optimizer_step(refuse_skips, updated=False)
+        of_step = communicator.before_step, communicator.after_step, communicator.after_skipped_step, refuse_skips
         for callback in of_step:
             groups.at_end.callback(forget, callback)
         return MigratedExperts(weights, owners, communicator, codec, gradients)

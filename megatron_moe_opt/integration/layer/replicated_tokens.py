@@ -95,14 +95,14 @@ def take_replicated_tokens(layer: Any) -> None:
     Its dispatcher says at its first forward pass, when the number of tokens is known, on which of the two ways. Another
     one may take its place between optimizer steps, and go the other way.
     """
-    seam, group, of_parts = LayerSeam(layer), layer.tp_group, _linears_of_parts(layer)
+    seam, group, of_parts, marked = LayerSeam(layer), layer.tp_group, _linears_of_parts(layer), _marked(layer)
     stock_forward = functools.partial(seam.stock(LayerSlot.FORWARD), layer)
     edge: _Edge | None = None
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal edge
         _check(hidden_states, layer, of_parts, args, kwargs)
-        edge = edge or _Edge(layer)
+        edge = edge or _Edge(layer, marked)
         edge.complete_gradients()
         edge.splits_rows = layer.token_dispatcher.take_copies(hidden_states, group)
         with reading_as_sequence_parallel(layer.config):
@@ -115,16 +115,20 @@ def take_replicated_tokens(layer: Any) -> None:
 
 
 class _Edge:
-    """Gradients and losses of what all TP ranks hold; see the top of this file."""
+    """Gradients and losses of what all TP ranks hold; see the top of this file.
 
-    def __init__(self, layer: Any) -> None:
+    `marked` are the names of parameters that were marked when the layer was built. FSDP leaves others in their places,
+    without marks: FSDP2 while a layer runs, Megatron's where weights are made on the meta device.
+    """
+
+    def __init__(self, layer: Any, marked: set[str]) -> None:
         self._router, self._group = layer.router, layer.tp_group
         self._splits_rows = False
-        of_router, of_experts = ({id(one) for one in part.parameters()} for part in (layer.router, layer.experts))
-        self._frozen = [  # Megatron marks biases of experts too, which have seen the tokens of all ranks
-            (parameter, id(parameter) not in of_router)
-            for parameter in layer.parameters()
-            if getattr(parameter, "sequence_parallel", False) and id(parameter) not in of_experts
+        marked = marked | _marked(layer)
+        self._frozen = [
+            (parameter, not name.startswith("router."))
+            for name, parameter in layer.named_parameters()
+            if name in marked
         ]
         """The parameters whose gradients are not completed over TP yet, and whether S2 needs that too."""
         self.complete_gradients()
@@ -181,6 +185,17 @@ class _Edge:
         shared_experts.forward = lambda tokens: gather(forward(split(tokens)))
         shared_experts.pre_forward_comm = lambda tokens: first(split(tokens))
         shared_experts.get_output = lambda: gather(last())
+
+
+def _marked(layer: Any) -> set[str]:
+    """Returns the names of a layer's parameters of which Megatron says that ranks have seen a part of the tokens each,
+    but for biases of experts, which have seen those of all ranks.
+    """
+    return {
+        name
+        for name, parameter in layer.named_parameters()
+        if getattr(parameter, "sequence_parallel", False) and not name.startswith("experts.")
+    }
 
 
 def split_over_tp(tokens: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -183,6 +183,8 @@ def check_recordable(config: Any) -> None:
         ("--moe-expert-capacity-factor", config.moe_expert_capacity_factor is not None),
         ("--recompute-granularity", config.recompute_granularity is not None),
         ("--mtp-use-repeated-layer", getattr(config, "mtp_use_repeated_layer", False)),
+        # Megatron numbers MoE layers of multi-token prediction there as those of the model.
+        ("--mtp-num-layers in a hybrid model", config.mtp_num_layers and getattr(config, "is_hybrid_model", False)),
     ):
         if given:
             raise ConfigurationError(f"moe-opt trace record does not work with {flag}: leave it out while recording")
