@@ -2,10 +2,10 @@
 # Compiles every CUDA kernel for the architectures we support, with warnings as errors and no register spills, and, where
 # there is a PyTorch, what calls CUDA's runtime (csrc/pipeline/cuda_streams.cpp). Needs nvcc, but no GPU.
 #
-#   bash tools/check_cuda_compiles.sh [--write]
+#   bash tools/check_cuda_compiles.sh [--write | --streams]
 #
 #   --write: renews csrc/kernels/facts.txt, the registers and 128-bit accesses of every kernel, which are compared
-#   otherwise
+#   otherwise; --streams: cuda_streams.cpp alone, with the headers of a PyTorch, which may be built for CPU
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -30,6 +30,10 @@ if [[ -n "$torch" ]]; then
 else
     echo "no PyTorch found: csrc/pipeline/cuda_streams.cpp left out"
 fi
+if [[ "${1:-}" == "--streams" ]]; then
+    exit
+fi
+
 archs=()
 for arch in 80 90 100; do
     if nvcc --list-gpu-arch | grep -qx "compute_$arch"; then

@@ -7,19 +7,20 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# Two cores: what has nothing to wait for goes beside what waits much of the time. The cross-section begins beside the
-# installation, as it has one of its own; the CUDA check, whole runs and what runs in one process go beside the tests of
-# several ranks.
+# Two cores: what has nothing to wait for goes beside what waits much of the time. The CUDA check needs nvcc alone and
+# begins beside the installation, as does the cross-section, which has one of its own (beside the tests of ranks, which
+# take more processor time where cores are shared, either costs a minute); whole runs and what runs in one process go
+# beside the tests of several ranks.
 jobs="${MAX_JOBS:-}"
 export MAX_JOBS="${jobs:-1}" # no core waits for a second job, and one alone reads PyTorch's headers once
 unset PYTHONDONTWRITEBYTECODE # or each of the processes that tests start compiles all modules of ours anew
 outputs="$(mktemp -d)"
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$outputs"' EXIT
+bash tools/check_cuda_compiles.sh >"$outputs/cuda" 2>&1 &
+cuda_check=$!
 "${PYTHON:-python3}" tools/test_matrix.py --pairs newest --again >"$outputs/newest" 2>&1 &
 newest=$!
 source recipes/setup_env.sh
-bash tools/check_cuda_compiles.sh >"$outputs/cuda" 2>&1 &
-cuda_check=$!
 
 echo "== style"
 ruff check .

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -216,3 +219,10 @@ def test_what_fails_halfway_through_an_op_is_named_and_nothing_follows(software_
 def test_what_cannot_be_issued_halfway_through_an_op_is_refused(software_executor, ops, said):
     with pytest.raises(Refused, match=said):
         software_executor.issue(Device(Queues.MANY), ops, -1)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+def test_cuda_s_streams_compile():
+    command = ["bash", "tools/check_cuda_compiles.sh", "--streams"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0 and "cuda_streams.cpp compiles" in done.stdout, done.stdout + done.stderr
