@@ -2,15 +2,14 @@
 # The test command: installs what it needs into .venv, then style, CUDA compile check, all tests, and a cross-section of
 # them on the newest supported Megatron whose Python is here.
 #
-#   bash tools/test.sh                 everything (16 minutes on 2 cores, 30 on slow ones, installation included)
+#   bash tools/test.sh                 everything (17 minutes on 2 cores, 30 on slow ones, installation included)
 #   bash tools/test.sh --sanitizers    also the C++ tests under ASan, UBSan and TSan
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 # Two cores: what has nothing to wait for goes beside what waits much of the time. The CUDA check needs nvcc alone and
-# begins beside the installation, as does the cross-section, which has one of its own (beside the tests of ranks, which
-# take more processor time where cores are shared, either costs a minute); whole runs and what runs in one process go
-# beside the tests of several ranks.
+# begins beside the installation, as does the cross-section, which has one of its own; whole runs and what runs in one
+# process go beside the tests of several ranks.
 jobs="${MAX_JOBS:-}"
 export MAX_JOBS="${jobs:-1}" # no core waits for a second job, and one alone reads PyTorch's headers once
 unset PYTHONDONTWRITEBYTECODE # or each of the processes that tests start compiles all modules of ours anew
