@@ -17,9 +17,14 @@ _PROFILE = "profile"
 _said: set[tuple[str, Hashable]] = set()
 
 
+def is_first_rank() -> bool:
+    """Whether this is rank 0; before there are process groups, every rank is."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def say(dispatcher: str, line: str, on_any: bool = False) -> None:
-    """Prints a line on rank 0, or `on_any` rank that calls it; before there are process groups, on every one."""
-    if on_any or not dist.is_initialized() or dist.get_rank() == 0:
+    """Prints a line on the first rank, or `on_any` rank that calls it."""
+    if on_any or is_first_rank():
         print(f"moe-opt: {dispatcher}: {line}", flush=True)
 
 

@@ -6,9 +6,8 @@ import weakref
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron_moe_opt.dispatchers.say import say_once
+from megatron_moe_opt.dispatchers.say import is_first_rank, say_once
 from megatron_moe_opt.gpu_settings import blocking_waits, needless_queue, too_few_queues
 from megatron_moe_opt.integration.layer.configured_workload import moe_layers
 from megatron_moe_opt.integration.layer.layer_passes import number_of
@@ -50,14 +49,10 @@ def announce(layer: Any, name: str, dispatcher: Any, options: Options) -> None:
             say_once(name, waits, lambda: waits, on_any=True)
 
 
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def _is_first_of_stage() -> bool:
     from megatron.core import parallel_state
 
-    if _is_first():
+    if is_first_rank():
         return True
     if not parallel_state.model_parallel_is_initialized():
         return False
@@ -68,7 +63,7 @@ def _is_first_of_stage() -> bool:
 def _print_lines() -> bool:
     """Prints a line for each different dispatcher: nearly always one. Returns whether it was this rank's to do so."""
     there = [layer for reference, *_ in _layers if (layer := reference()) is not None]
-    if not _is_first() and not any(number_of(layer) in moe_layers(layer.config)[:1] for layer in there):
+    if not is_first_rank() and not any(number_of(layer) in moe_layers(layer.config)[:1] for layer in there):
         _layers.clear()
         return False
     numbers: dict[tuple[str, str], list[int]] = {}

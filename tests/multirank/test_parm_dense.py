@@ -125,10 +125,14 @@ def compare_all(cases: list[Case]) -> list[str]:
     return far
 
 
-def in_turn(layouts: list[dict[str, int]], schedules: tuple[tuple[str, str], ...]) -> list[Case]:
-    """Every schedule in every layout, dropless and padded in turn."""
+def in_turn(
+    layouts: list[dict[str, int]],
+    schedules: tuple[tuple[str, str], ...],
+    settings: tuple[dict[str, Any], dict[str, Any]] = (DROPLESS, NO_AUX | PAD),
+) -> list[Case]:
+    """Every schedule in every layout, under one of two settings in turn."""
     return [
-        (layout, (DROPLESS, NO_AUX | PAD)[(row + column) % 2], schedule)
+        (layout, settings[(row + column) % 2], schedule)
         for row, layout in enumerate(layouts)
         for column, schedule in enumerate(schedules)
     ]
@@ -142,12 +146,7 @@ def test_sizes_that_fit_4_ranks(ranks):
 
 def test_tokens_that_depend_on_each_other(ranks):
     layouts = [{"tp": 2, "ep": 2, "etp": 2}, {"tp": 4, "ep": 2, "etp": 1}]
-    settings, schedules = (NO_AUX | DROP, SINKHORN), (*SCHEDULES, IN_ONE_PHASE)
-    cases = [
-        (layout, settings[(row + column) % 2], schedule)
-        for row, layout in enumerate(layouts)
-        for column, schedule in enumerate(schedules)
-    ]
+    cases = in_turn(layouts, (*SCHEDULES, IN_ONE_PHASE), (NO_AUX | DROP, SINKHORN))
     assert ranks.run(compare_all, cases=cases) == [[]] * 4
 
 

@@ -9,10 +9,10 @@ from tests.unit import extension_fuzz
 
 
 def test_random_calls_end_in_a_result_or_an_exception():
-    command = [sys.executable, "-m", "tests.unit.extension_fuzz", "--calls", "1000", "--seed", "7"]
+    command = [sys.executable, "-m", "tests.unit.extension_fuzz", "--calls", "2000", "--seed", "7"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, errors="replace")
     assert run.returncode == 0, f"status {run.returncode} at {run.stderr[-3000:]}"
-    assert "seed 7: 1000 calls" in run.stdout
+    assert "seed 7: 2000 calls" in run.stdout
 
 
 def test_what_has_no_entry_is_missed():

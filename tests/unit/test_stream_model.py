@@ -69,10 +69,10 @@ def random_stream(rng: random.Random) -> tuple[Stream, list[int]]:
     return stream, [size for size in range(1, gpus + 1) if gpus % size == 0]
 
 
-def test_closed_forms_are_the_simulator_s_on_random_streams():
+def test_closed_forms_are_the_simulator_s_on_a_thousand_streams():
     rng = random.Random(7)
     seen = {"1": 0, "2.1": 0, "2.2": 0}
-    for _ in range(400):
+    for _ in range(1000):
         stream, sizes = random_stream(rng)
         times = {(stream.gpus - size) / (stream.gpus - 1): played(stream, size) for size in sizes}
         for p, seconds in times.items():
@@ -83,7 +83,7 @@ def test_closed_forms_are_the_simulator_s_on_random_streams():
         # T is convex, with its only kink at the border: nothing realisable, and nothing else, takes less.
         others = [*times.values(), *(stream.seconds(step / 50) for step in range(51)), stream.seconds(stream.border)]
         assert found.seconds <= min(others) * (1 + 1e-9)
-    assert min(seen.values()) > 20
+    assert min(seen.values()) > 50
 
 
 def test_the_cases_are_those_of_equations_11_and_12():
