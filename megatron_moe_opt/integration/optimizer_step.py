@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.patching import wrap_once
+from megatron_moe_opt.runtime.travelling_experts.step_passes import TrainedModel
 
 _at_begin: list[Callable[[], None]] = []
 _at_end: dict[bool, list[Callable[[], None]]] = {True: [], False: []}
 """Functions to call at the end of a step, by whether weights were updated."""
-_ending: Any = None
-"""The optimizer whose step has ended, while those functions are called."""
+_present: Any = None
+"""The optimizer whose step has ended, or that has cleared gradients, while functions are called for that."""
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""The number of the model that each chunk of a model is of."""
+_modules: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+"""All modules of each chunk."""
+_next_number = itertools.count()
 
 
 def before_optimizer_step(callback: Callable[[], None]) -> None:
@@ -42,9 +52,9 @@ def forget(callback: Callable[[], None]) -> None:
             callbacks.remove(callback)
 
 
-def gradients_cleared() -> None:
-    """Calls what is to be called when a step begins."""
-    _call(_at_begin)
+def gradients_cleared(optimizer: Any = None) -> None:
+    """Calls what is to be called when a step of an optimizer begins, where it is known of which."""
+    _call(_at_begin, optimizer)
 
 
 def step_ended(updated: bool, optimizer: Any = None) -> None:
@@ -52,25 +62,39 @@ def step_ended(updated: bool, optimizer: Any = None) -> None:
 
     Raises a `ConfigurationError` in a capture of the step: none would be called when that is replayed.
     """
-    global _ending
     if _at_end[updated] and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise ConfigurationError(
             "--optimizer-cuda-graph replays steps of the optimizer without a word to what follows them, as `auto`, "
             "experts that travel and recordings of routing do: drop it"
         )
-    _ending = optimizer
-    try:
-        _call(_at_end[updated])
-    finally:
-        _ending = None
+    _call(_at_end[updated], optimizer)
 
 
 def configs_of_step() -> list[Any]:
-    """Returns the configurations of the models whose step has just ended, while callbacks run; none: not known.
+    """Returns the configurations of the model whose step begins or has ended, while callbacks run; none: not known.
 
     A process may train several, of which not all have MoE layers.
     """
-    return [chunk.config for chunk in getattr(_ending, "model_chunks", None) or ()]
+    return [chunk.config for chunk in _chunks_of_step()]
+
+
+def model_of_step() -> TrainedModel | None:
+    """Returns the model whose step begins or has just ended, while callbacks run; None: not known."""
+    chunks = _chunks_of_step()
+    if not chunks:
+        return None
+    # Optimizers consist of others, of some of the chunks: the largest has the last word.
+    known = [_numbers[chunk] for chunk in chunks if chunk in _numbers]
+    number = min(known) if known else next(_next_number)
+    for chunk in chunks:
+        _numbers[chunk] = number
+        if chunk not in _modules:
+            _modules[chunk] = weakref.WeakSet(chunk.modules())
+    return TrainedModel(number, lambda module: any(module in _modules[chunk] for chunk in chunks))
+
+
+def _chunks_of_step() -> list[Any]:
+    return list(getattr(_present, "model_chunks", None) or ())
 
 
 def refuse_lone_skips(what: str, instead: str) -> None:
@@ -81,16 +105,21 @@ def refuse_lone_skips(what: str, instead: str) -> None:
         what: what all ranks do together after a step.
         instead: the way out besides that of a threshold at infinity.
     """
-    if math.isfinite(getattr(getattr(_ending, "config", None), "grad_norm_skip_threshold", math.inf)):
+    if math.isfinite(getattr(getattr(_present, "config", None), "grad_norm_skip_threshold", math.inf)):
         raise ConfigurationError(
             f"{what}, and with a grad_norm_skip_threshold each rank skips by itself: leave it at infinity, or {instead}"
         )
 
 
-def _call(callbacks: list[Callable[[], None]]) -> None:
-    for callback in tuple(callbacks):
-        if callback in callbacks:  # one before it may have had it forgotten
-            callback()
+def _call(callbacks: list[Callable[[], None]], optimizer: Any) -> None:
+    global _present
+    _present = optimizer
+    try:
+        for callback in tuple(callbacks):
+            if callback in callbacks:  # one before it may have had it forgotten
+                callback()
+    finally:
+        _present = None
 
 
 def _add(callbacks: list[Callable[[], None]], callback: Callable[[], None]) -> None:
@@ -105,13 +134,19 @@ def _add(callbacks: list[Callable[[], None]], callback: Callable[[], None]) -> N
 
     if callback not in callbacks:
         callbacks.append(callback)
-    for optimizer in (ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer):
+    stepping = [ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer]
+    if "megatron.core.models.mimo" in sys.modules:  # a model in several parts, whose optimizers' own step is not called
+        with suppress(ImportError):  # from 0.19 on
+            from megatron.core.models.mimo.optimizer import MimoOptimizer
+
+            stepping.append(MimoOptimizer)
+    for optimizer in stepping:
         _follow(optimizer, "step", lambda one, result: step_ended(bool(result[0]), one))  # (updated, norm, zeros)
     clearing = [ChainedOptimizer, FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer]
     if hasattr(optimizers, "FullyShardedOptimizer"):  # from 0.20 on
         clearing.append(optimizers.FullyShardedOptimizer)
     for optimizer in clearing:
-        _follow(optimizer, "zero_grad", lambda *_: gradients_cleared())
+        _follow(optimizer, "zero_grad", lambda one, _: gradients_cleared(one))
 
 
 def _follow(optimizer: type, name: str, then: Callable[[Any, Any], None]) -> None:

@@ -57,8 +57,10 @@ class RowMap:
         first_row = (parts.view(-1).cumsum(0) - parts.view(-1)).view_as(parts)
         first_in_expert = parts.cumsum(0) - parts
         experts = self.experts.long()
-        index = self.rows - (counts.cumsum(0) - counts)[experts]  # of each entry among its expert's rows
-        chunk = ((index + 1) * num_chunks - 1).div_(counts[experts], rounding_mode="floor")
+        of_expert = counts.clamp(min=1)[experts]
+        # Of each entry among its expert's rows. One more than there are is left over, see `build_row_map`.
+        index = (self.rows - (counts.cumsum(0) - counts)[experts]).clamp_(max=of_expert - 1)
+        chunk = ((index + 1) * num_chunks - 1).div_(of_expert, rounding_mode="floor")
         rows = index + (first_row - first_in_expert).view(-1)[chunk * self.num_experts + experts]
         return dataclasses.replace(self, rows=rows, sources=None, num_chunks=num_chunks)
 
@@ -85,8 +87,9 @@ def build_row_map(routing_map: torch.Tensor, capacity: int | None = None, num_ou
         capacity: drop-and-pad: every expert owns exactly this many rows (<= T), first the tokens routed to it, cut
             at the capacity, then, where they are fewer, the lowest tokens that are not routed to it. None: every
             routed pair is a row.
-        num_out_tokens: number of routed pairs, if known. On CUDA it spares a host synchronisation and must be right;
-            on CPU the pairs are counted anyway and it is not read. With `capacity` it is not needed.
+        num_out_tokens: number of routed pairs, if known. On CUDA it spares a host synchronisation; where there are
+            fewer pairs (Transformer Engine's router gives a token of NaNs one expert), the rows left over are copies of
+            some token's. On CPU the pairs are counted anyway and it is not read. With `capacity` it is not needed.
 
     Raises:
         ValueError: a routing map that is not two-dimensional, or a capacity outside [0, T].
@@ -128,8 +131,7 @@ def build_row_map_by_sample(routing_map: torch.Tensor, num_samples: int, num_out
     grouped = build_row_map(by_sample, num_out_tokens=num_out_tokens)
     sources = grouped.sources % sequence * num_samples + grouped.sources // sequence
     row_map = row_map_from_sources(sources, num_tokens)
-    numbers = torch.arange(num_experts, dtype=torch.int32, device=routing_map.device)
-    expert_of_row = numbers.repeat_interleave(grouped.expert_counts, output_size=grouped.num_rows)
+    expert_of_row = torch.zeros_like(grouped.experts).scatter_(0, grouped.rows, grouped.experts)
     return dataclasses.replace(
         row_map,
         num_experts=num_experts,

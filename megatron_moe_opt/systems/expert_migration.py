@@ -230,11 +230,17 @@ def check_travelling(config: Any, options: MigrationOptions, sizes: str) -> None
             )
     travels = f"{PREFIX}domain-sizes {sizes} has experts travel, and"
     flag = quantization(config) or given_flag(
-        config, "--delay-wgrad-compute", "--use-transformer-engine-op-fuser", "--moe-use-grouped-tensor"
-    )
+        config, "--delay-wgrad-compute", "--use-transformer-engine-op-fuser", "--moe-use-grouped-tensor",
+        "--moe-single-grouped-bias",
+    )  # fmt: skip
     if flag is not None:
         raise ConfigurationError(
             f"{travels} {flag} keeps state of weights in the module that they leave: drop it, or take domain size 1"
+        )
+    if getattr(config, "hybrid_context_parallel", False):
+        raise ConfigurationError(
+            f"{travels} their gradients return when a step's micro-batches are through, of which "
+            "--hybrid-context-parallel has another number of passes: drop it, or take domain size 1"
         )
     if getattr(config, "fine_grained_activation_offloading", False) and "expert_fc1" in (config.offload_modules or ()):
         raise ConfigurationError(

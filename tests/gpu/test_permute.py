@@ -65,6 +65,25 @@ def test_row_maps_equal_the_cpu(device, shape, capacity):
         assert_same_bits(getattr(got, name), getattr(expected, name))
 
 
+@pytest.mark.parametrize("samples", [1, 4])
+def test_fewer_rows_than_promised_point_nowhere_else(device, samples):
+    """Transformer Engine's router gives a token of NaNs one expert, whatever top-k is."""
+    tokens, experts, topk = 24, 6, 3
+    routing_map = random_map(tokens, experts, topk, torch.Generator().manual_seed(1), 0.0)
+    routing_map[5] = routing_map[17] = torch.arange(experts) == 0
+    routed = int(routing_map.sum())
+    expected = kernels.build_row_map_by_sample(routing_map, samples)
+    promised = kernels.build_row_map_by_sample(routing_map.to(device), samples, tokens * topk)
+    assert promised.num_rows == tokens * topk > routed
+    for row_map in (promised, promised.cut(4)):
+        for one, most in ((row_map.rows, tokens * topk), (row_map.experts, experts)):
+            assert one.min() >= 0 and one.max() < most
+    assert promised.sources is None or (promised.sources.max() < tokens)
+    assert_same_bits(promised.expert_counts, expected.expert_counts)
+    if samples == 1:
+        assert_same_bits(promised.sources[:routed], expected.sources)
+
+
 def test_row_map_from_shuffled_repeated_sources(device):
     from megatron_moe_opt.kernels.row_map import row_map_from_sources
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -603,6 +604,48 @@ def next_model() -> None:
 
 def test_a_model_that_is_gone_is_not_sent_with_the_next_one(ranks):
     ranks.run(next_model)
+
+
+def two_models() -> None:
+    """Checks that steps of one model's optimizer are none of another's, whose experts travel in the same groups."""
+    from megatron_moe_opt.integration.optimizer_step import gradients_cleared, step_ended
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        models = [layers(2, gradient_compression_ratio=16.0)[1] for _ in "ab"]
+        a, b = optimizers = [SimpleNamespace(model_chunks=[torch.nn.ModuleList(model)]) for model in models]
+        migrated = [[layer.token_dispatcher.dispatcher.migrated for layer in model] for model in models]
+        assert migrated[0][0].communicator is migrated[1][0].communicator
+
+        def passes() -> None:
+            for model in models:
+                hidden = hidden_states(0)
+                for layer in model:
+                    hidden = layer(hidden)[0]
+                hidden.square().mean().backward()
+
+        for optimizer in optimizers:  # by which it is known which layers are whose
+            step_ended(True, optimizer)
+        passes()
+        passes()
+        assert [one.next and one.next() for one in migrated[0]] == [migrated[0][1], None]
+        rounds = [one.round for one in migrated[0]]
+        kept = [dict(one.gradients._kept) for one in migrated[0]]
+        assert all(kept) and all(one.gradients._kept for one in migrated[1])
+        step_ended(False, b)
+        assert not any(one.gradients._kept for one in migrated[1])
+        assert gathers_of(lambda: gradients_cleared(b)) == 0
+        passes()
+        step_ended(True, b)
+        assert gathers_of(lambda: gradients_cleared(b)) == 0  # the first pass was a layer's of the other
+        assert [one.round for one in migrated[0]] == rounds and all(one.gradients._kept for one in migrated[0])
+        step_ended(True, a)
+        assert gathers_of(lambda: gradients_cleared(a)) == 4  # two layers, two levels
+        assert all(one.gradients._kept for one in migrated[0])
+
+
+def test_steps_of_one_model_are_none_of_another_s(ranks):
+    ranks.run(two_models)
 
 
 def order_of_returns() -> list[str]:

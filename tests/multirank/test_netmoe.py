@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.row_format import SAME
@@ -277,6 +279,41 @@ def test_hops_over_two_levels_where_experts_are_cut_equal_stock(eight_ranks):
     for ((error, what, moved),) in eight_ranks.run(compare, cases=[case | LEVELS]):
         assert error < 1e-6, (what, error)
         assert moved > 0
+
+
+def joined_samples(layout: dict[str, int]) -> list[float]:
+    """Returns the errors of output and input gradient of layers whose samples, packed into one, stay at home."""
+    from megatron_moe_opt.integration.layer import netmoe_layer
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    tokens, samples = 16, 3
+    packed = SimpleNamespace(tokens_per_sample=tokens // layout.get("tp", 1))  # of a rank, as Megatron divides by it
+    with parallel(**layout):
+        settings = LAYERS | SHARED | SEQ_AUX | {"distributed_optimizer": False}
+        stock, ours = (gpt(moe_token_dispatcher_type=name, **settings) for name in ("alltoall", "netmoe"))
+        ours.model.load_state_dict(stock.model.state_dict())
+        netmoe_layer._placement_of(ours.model.module.decoder.layers[0]).order.stays_home = True
+        found = []
+        for trained in (stock, ours):
+            block, generator = trained.model.module.decoder, torch.Generator().manual_seed(torch.distributed.get_rank())
+            size = (samples * packed.tokens_per_sample, 1, block.config.hidden_size)
+            hidden = given = torch.randn(size, generator=generator).requires_grad_()
+            netmoe_layer._Begin()(block, (), {"packed_seq_params": packed})
+            for layer in block.layers:
+                hidden = layer._forward_mlp(hidden, packed_seq_params=packed)
+            (hidden * torch.randn(size, generator=generator)).sum().backward()
+            found.append((hidden.detach(), given.grad))
+    return [((one - other).norm() / one.norm()).item() for one, other in zip(*found, strict=True)]
+
+
+@pytest.mark.skipif(
+    not hasattr(TransformerLayer, "_maybe_unflatten_for_moe"), reason="this Megatron leaves packed samples joined"
+)
+@pytest.mark.parametrize("layout", [{"ep": 4}, {"tp": 2, "ep": 4}], ids=["ep4", "tp2-ep4"])
+def test_samples_packed_into_one_stay_apart_in_their_layers(ranks, layout):
+    for errors in ranks.run(joined_samples, layout=layout):
+        assert max(errors) < 1e-6
 
 
 def evaluated() -> tuple[bool, bool, float]:

@@ -378,6 +378,20 @@ def test_a_step_that_the_optimizer_skips_counts_for_nothing(timed):
     assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
 
 
+def test_a_layer_of_another_model_runs_stock_where_its_own_configuration_refuses_a_variant(planned, monkeypatch):
+    controller, used = planned("monta:O2x2"), []
+    monkeypatch.setattr(controlling, "link", lambda layers: None)
+    other = copy.copy(controller.config)
+    other.fp32_residual_connection = True
+    layers = [
+        SimpleNamespace(layer=SimpleNamespace(config=config), passes=1, use=used.append)
+        for config in (controller.config, other)
+    ]
+    for variant in ("netmoe", "monta:O2x2", "allgather"):
+        controller._use(variant, layers)
+    assert used == ["netmoe", "alltoall", "monta:O2x2", "monta:O2x2", "allgather", "allgather"]
+
+
 def test_a_step_that_is_captured_ends_the_run(timed, monkeypatch):
     """Where no arguments of Megatron-LM's tell of `--optimizer-cuda-graph` beforehand."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

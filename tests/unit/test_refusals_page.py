@@ -138,7 +138,9 @@ ROWS: dict[str, list[Case]] = {
     "`--use-transformer-engine-op-fuser` or `--moe-use-grouped-tensor`": [
         Case({"use_transformer_engine_op_fuser": True}), Case({"moe_use_grouped_tensor": True}),
     ],
-    "`--delay-wgrad-compute`": [Case({"delay_wgrad_compute": True})],
+    "`--delay-wgrad-compute`, `--moe-single-grouped-bias` or `--hybrid-context-parallel`": [
+        Case({one: True}) for one in ("delay_wgrad_compute", "moe_single_grouped_bias", "hybrid_context_parallel")
+    ],
     "`--hidden-dropout` above 0": [Case({"hidden_dropout": 0.1})],
     "`--fp32-residual-connection`, `--fused-residual-rmsnorm`, `--mlp-chunks-for-training`, `--mrope-section` or "
     "`--dsa-indexer-topk-freq`": [

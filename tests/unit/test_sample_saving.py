@@ -73,7 +73,7 @@ def test_it_counts_the_tokens_of_each_sample():
 CONFIG = {
     "attention_dropout": 0.0, "moe_router_force_load_balancing": False, "moe_input_jitter_eps": None,
     "recompute_granularity": None, "recompute_modules": None, "tensor_model_parallel_size": 1,
-    "sequence_parallel": False,
+    "sequence_parallel": False, "fp8": None, "fp8_recipe": "delayed", "fp4": None, "quant_recipe": None,
 }  # fmt: skip
 
 
@@ -84,6 +84,9 @@ CONFIG = {
         ({"tensor_model_parallel_size": 2}, 4, 0.0, False, "TP without --sequence-parallel"),
         ({"attention_dropout": 0.1}, 1, 0.0, False, "--attention-dropout 0.1"),
         ({"moe_input_jitter_eps": 0.01}, 1, 0.0, False, "--moe-input-jitter-eps 0.01"),
+        ({"fp8": "hybrid"}, 1, 0.0, False, "--fp8-format scales a tensor by the samples that share a rank"),
+        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, 1, 0.0, False, None),
+        ({"fp4": "e2m1"}, 1, 0.0, False, "--fp4-format scales a tensor"),
         ({}, 2, 0.01, False, "aux_loss balances the samples that share a rank"),
         ({}, 1, 0.01, False, None),
         ({}, 4, 0.0, True, "recomputed by torch.utils.checkpoint"),

@@ -76,7 +76,7 @@ from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.runtime.engine.collectives import device_of
-from megatron_moe_opt.systems import moves_samples
+from megatron_moe_opt.systems import moves_samples, system_of
 from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS
 from megatron_moe_opt.topology.agreement import found_by_first, known_to_all
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
@@ -290,11 +290,15 @@ class Controller:
     def _layers_of(self, of_shape: Alike) -> list[PlannedLayer]:
         return [layer for layer in self.layers if of_shape.shape is None or layer.shape == of_shape.shape]
 
+    def _is_refused(self, config: Any, variant: str) -> bool:
+        """Whether a layer of another configuration, of a second model, cannot run what is tried in all."""
+        return config is not self.config and system_of(variant) is not None and refusal(config, variant) is not None
+
     def _use(self, variant: str, layers: Sequence[PlannedLayer]) -> None:
         for layer in layers:
             # Of a layer that has not run nobody knows whether all its passes have as many tokens.
             is_unknown = not layer.passes and needs_as_many_tokens(self.config, variant)
-            layer.use(ALLTOALL if is_unknown else variant)
+            layer.use(ALLTOALL if is_unknown or self._is_refused(layer.layer.config, variant) else variant)
         if moves_samples(variant):
             link(layer.layer for layer in layers)
 

@@ -14,7 +14,7 @@ from megatron_moe_opt.integration.auto.auto_report import unlike_levels_line
 from megatron_moe_opt.integration.auto.first_step import FirstStep, refusal
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of
-from megatron_moe_opt.integration.layer.netmoe_layer import block_adds_up_otherwise, check_seams
+from megatron_moe_opt.integration.layer.netmoe_layer import PassesSeen, block_adds_up_otherwise, check_seams
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.systems.netmoe import NETMOE
@@ -29,14 +29,18 @@ class Look:
         self.layers: list[PlannedLayer] = []
         self._routing: list[SampleRouting] = []
         """The routing of each layer where `netmoe` could run; empty under a plan.json, which says whether it does."""
+        self._passes: list[PassesSeen] = []
+        """The passes of the blocks that these layers are in."""
 
     def at(self, layers: Iterable[PlannedLayer]) -> None:
         """Looks at these layers too."""
-        for layer in layers:
+        added = tuple(layers)
+        for layer in added:
             self.layers.append(layer)
             layer.look()
-            if self.options.plan is None and refusal(self.config, NETMOE.name) is None:
-                self._routing.append(SampleRouting(layer.layer.router))
+        if added and self.options.plan is None and refusal(self.config, NETMOE.name) is None:
+            self._routing += [SampleRouting(layer.layer.router) for layer in added]
+            self._passes.append(PassesSeen([layer.layer for layer in added]))
 
     def again(self) -> None:
         """Begins to look anew: the step that was under way counts for nothing, and the next one does."""
@@ -68,7 +72,10 @@ class Look:
             return None, None
         heard, layer, groups = self._routing, self.layers[0].layer, self.layers[0].groups
         routing = [one.take() for one in heard]
+        belongs = [what for seen in self._passes if (what := seen.take()) is not None]
         at_home = keeps_home(self.config, heard) or block_adds_up_otherwise([one.layer for one in self.layers])
+        if at_home is None and belongs:
+            at_home = f"{belongs[0]} would not follow samples that move"
         try:
             check_seams()
             blocks = self.config.virtual_pipeline_model_parallel_size or 1

@@ -21,7 +21,7 @@ from megatron_moe_opt.planning.traces.routing_replay import decided_share, repla
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.systems import moves_samples
 from megatron_moe_opt.systems.netmoe import NETMOE
-from megatron_moe_opt.systems.system import FLAG, repeats_moe_layers
+from megatron_moe_opt.systems.system import FLAG, quantization, repeats_moe_layers
 from megatron_moe_opt.topology.agreement import known_to_all
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.sample_holders import SampleHolders
@@ -75,12 +75,19 @@ def keeps_home(config: Any, routing: Sequence[SampleRouting]) -> str | None:
         return f"--attention-dropout {config.attention_dropout:g} draws masks on the rank that has a sample"
     if (drawn := drawn_by_routers(config)) is not None:
         return f"{drawn} draws numbers on the rank that has a sample"
+    if (scaled := _scaled_together(config)) is not None:
+        return f"{scaled} scales a tensor by the samples that share a rank"
     if any(one.samples > 1 and balances_ranks(one.router) for one in routing):
         return "--moe-router-load-balancing-type aux_loss balances the samples that share a rank"
     recomputes = repeats_moe_layers(config)
     if not recomputes and any(one.is_repeated for one in routing):
         return "MoE layers are recomputed by torch.utils.checkpoint, which would not find their samples"
     return None
+
+
+def _scaled_together(config: Any) -> str | None:
+    """Returns the flag by which all rows of a tensor share a scale; None: each block of a row has its own, if any."""
+    return None if config.fp8 and config.fp8_recipe in ("mxfp8", "blockwise") else quantization(config)
 
 
 def saving_of(routing: Sequence[np.ndarray], tp: ProcessGroup, groups: ExpertGroups, blocks: int) -> float | None:

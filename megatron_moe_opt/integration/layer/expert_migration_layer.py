@@ -28,6 +28,7 @@ from megatron_moe_opt.integration.optimizer_step import (
     after_optimizer_step,
     before_optimizer_step,
     forget,
+    model_of_step,
     refuse_lone_skips,
 )
 from megatron_moe_opt.options import Options
@@ -38,6 +39,7 @@ from megatron_moe_opt.runtime.travelling_experts.expert_gradients import Compres
 from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
+from megatron_moe_opt.runtime.travelling_experts.step_passes import TrainedModel
 from megatron_moe_opt.systems.expert_migration import domains_of
 from megatron_moe_opt.systems.system import PREFIX
 from megatron_moe_opt.topology.domain_groups import DomainGroups, experts_cross_nodes, levels_of
@@ -119,17 +121,30 @@ def experts_to_migrate(layer: Any, options: Options) -> tuple[Migrate, list[Remo
         else:  # inside a node it takes less to return them in each pass than to copy their sums to the host and back
             gradients = WholeGradients(on_host and experts_cross_nodes(groups))
         refuse_skips = functools.partial(_refuse_lone_skips)  # one's own: it is forgotten with these groups alone
-        before_optimizer_step(communicator.before_step)
-        after_optimizer_step(communicator.after_step)
-        after_optimizer_step(communicator.after_skipped_step, updated=False)
+        for step, add in (
+            (communicator.before_step, before_optimizer_step),
+            (communicator.after_step, after_optimizer_step),
+            (communicator.after_skipped_step, functools.partial(after_optimizer_step, updated=False)),
+        ):
+            add(_OfModel(step))
+            groups.at_end.callback(forget, _OfModel(step))
         after_optimizer_step(refuse_skips)
         after_optimizer_step(refuse_skips, updated=False)
-        of_step = communicator.before_step, communicator.after_step, communicator.after_skipped_step, refuse_skips
-        for callback in of_step:
-            groups.at_end.callback(forget, callback)
+        groups.at_end.callback(forget, refuse_skips)
         return MigratedExperts(weights, owners, communicator, codec, gradients)
 
     return migrate, hooks
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfModel:
+    """A callback of optimizer steps: tells a communicator of which model's one begins or has ended."""
+
+    tell: Callable[[TrainedModel | None], None]
+
+    def __call__(self) -> None:
+        """Tells it."""
+        self.tell(model_of_step())
 
 
 def _refuse_lone_skips() -> None:

@@ -28,6 +28,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.hooks_of_others import HookOfOthers, hooks_of_others
 from megatron_moe_opt.integration.layer.layer_seam import own_method
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, split_over_tp
+from megatron_moe_opt.integration.micro_batches import trains
 from megatron_moe_opt.integration.observe.netmoe_report import watch
 from megatron_moe_opt.integration.patching import is_wrapped, seam_moved, wrap_once
 from megatron_moe_opt.topology.group_cache import cached_by_group
@@ -119,9 +120,14 @@ def link(layers: Iterable[Any]) -> None:
     layers of their blocks. In a pass in which samples must not move, because some are masked unlike others, they stay
     at home. A collective call over the layers' groups.
     """
-    blocks = [of_layer() for layer in layers if (of_layer := _blocks.get(layer)) is not None]
-    for block in dict.fromkeys(blocks):
+    for block in _blocks_of(layers):
         _link(block, stays_home=True)
+
+
+def _blocks_of(moe_layers: Iterable[Any]) -> list[Any]:
+    """Returns the transformer blocks that MoE layers are in, each once; those outside of one have none."""
+    blocks = [of_layer() for layer in moe_layers if (of_layer := _blocks.get(layer)) is not None]
+    return list(dict.fromkeys(blocks))
 
 
 def _link(block: Any, stays_home: bool = False) -> None:
@@ -164,6 +170,7 @@ def _normalise(layer: weakref.ref[Any], rows: torch.Tensor) -> torch.Tensor:
 
 _OF_LAYERS = (
     "forward", "_forward_pre_mlp_layernorm", "_forward_mlp", "_forward_post_mlp",
+    "_maybe_unflatten_for_moe", "_maybe_reflatten_from_moe",
     "_pre_mlp_layernorm_and_residual", "_run_mlp", "_apply_mlp_bda_step",  # from 0.20 on
 )  # fmt: skip
 _OF_MOE_LAYERS = (
@@ -195,8 +202,7 @@ def adds_up_otherwise(block: Any) -> str | None:
 
 def block_adds_up_otherwise(moe_layers: Iterable[Any]) -> str | None:
     """Returns what adds_up_otherwise says of the blocks of MoE layers."""
-    blocks = [of_layer() for layer in moe_layers if (of_layer := _blocks.get(layer)) is not None]
-    return next((why for one in dict.fromkeys(blocks) if (why := adds_up_otherwise(one)) is not None), None)
+    return next((why for one in _blocks_of(moe_layers) if (why := adds_up_otherwise(one)) is not None), None)
 
 
 _AUX_LOSS = (
@@ -222,13 +228,15 @@ def _let_samples_move(layer: Any) -> None:
     forward_mlp, post_mlp, shared_experts = layer._forward_mlp, getattr(layer, after_mlp), moe.shared_experts_compute
     balances, recomputes = balances_ranks(moe.router), moe.moe_layer_recompute
     replicated = holds_replicated_tokens(moe.config)
+    names = tuple(inspect.signature(forward_mlp).parameters)[1:]
     is_handed_over = False
 
     def handing_over(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal is_handed_over
         if balances and hidden_states.size(1) > 1:
             say_once("netmoe", "aux_loss", lambda: _AUX_LOSS)
-        residual = split_over_tp(hidden_states, moe.tp_group) if replicated else hidden_states
+        residual = _as_experts_take_it(layer, hidden_states, _named(names, args, kwargs).get("packed_seq_params"))
+        residual = split_over_tp(residual, moe.tp_group) if replicated else residual
         _dispatcher_of(layer).hand_over(residual, learn=layer.training)
         moe.moe_layer_recompute = False  # with the norm, below: its input goes along
         is_handed_over = True
@@ -242,7 +250,9 @@ def _let_samples_move(layer: Any) -> None:
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         from megatron.core import tensor_parallel
 
-        if _placement_of(layer) is None:
+        # Text generation cuts what it gives to a MoE layer (--mlp-chunks-for-prefill), and all its samples are at home.
+        generates = _named(names, args, kwargs).get("inference_context") is not None
+        if generates or _placement_of(layer) is None:
             return forward_mlp(hidden_states, *args, **kwargs)
         if not recomputes:
             return handing_over(hidden_states, *args, **kwargs)
@@ -267,6 +277,37 @@ def _let_samples_move(layer: Any) -> None:
     setattr(layer, after_mlp, post)
 
 
+def _as_experts_take_it(layer: Any, hidden_states: torch.Tensor, packed: Any) -> torch.Tensor:
+    """Returns the hidden states [S, B, H] as a layer's experts take them: from megatron-core 0.19 on it makes samples
+    again of those that were packed into one, [B * S, 1, H].
+    """
+    apart = getattr(layer, "_maybe_unflatten_for_moe", None)
+    return hidden_states if apart is None else apart(hidden_states, None, packed)[0]
+
+
+class PassesSeen:
+    """The training passes of the blocks that MoE layers are in, under any dispatcher: could samples move in them?"""
+
+    def __init__(self, moe_layers: Iterable[Any]) -> None:
+        self._blocks = _blocks_of(moe_layers)
+        self._handles = [block.register_forward_pre_hook(self._see, with_kwargs=True) for block in self._blocks]
+        self._what: str | None = None
+
+    def take(self) -> str | None:
+        """Returns what was there that would not follow samples which move, in words, and looks no more; None: nothing.
+
+        Hooks of others count: one may change what it sees, which under `netmoe` is another tensor.
+        """
+        for handle in self._handles:
+            handle.remove()
+        hooks = (_reads_samples(hooks_of_others(block.layers, "layers"), stays_home=True) for block in self._blocks)
+        return self._what or next((what for what in hooks if what is not None), None)
+
+    def _see(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._what is None and trains(block):
+            self._what = _of_samples(block, _named(_arguments_of(type(block)), args, kwargs))
+
+
 class _Begin:
     """A hook that runs before each forward pass of a block."""
 
@@ -281,7 +322,7 @@ class _Begin:
         if placement is None:
             return  # another dispatcher's turn
         order = placement.order
-        given = dict(zip(_arguments_of(type(block)), args, strict=False)) | kwargs
+        given = _named(_arguments_of(type(block)), args, kwargs)
         if self._hooks is None:
             self._hooks = hooks_of_others(block.layers, "layers")
         what = _of_samples(block, given) or _reads_samples(self._hooks, order.stays_home)
@@ -343,8 +384,9 @@ def _reads_samples(hooks: Sequence[HookOfOthers], stays_home: bool) -> str | Non
             return f"what {hook} sees"
     for hook in hooks:
         say_once("netmoe", hook.function, lambda hook=hook: (
-            f"{hook} sees the samples that a rank has inside a block, which may be another rank's outside of it: use "
-            "monta if they are compared with this rank's own"
+            f"{hook} sees the samples that a rank has inside a block, which may be another rank's outside of it, and "
+            "what a MoE layer returns with the residual added: use monta if it compares these with this rank's own, or "
+            "changes them"
         ))  # fmt: skip
     return None
 
@@ -358,6 +400,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _arguments_of(block: type) -> tuple[str, ...]:
     """Returns the names of the arguments of a block's forward passes, in their order."""
     return tuple(inspect.signature(block.forward).parameters)[1:]
+
+
+def _named(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call by name."""
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
 def _replays_routing(layer: Any) -> bool:

@@ -76,11 +76,14 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         config, capacity, num_rows = self.config, None, None
         if config.moe_router_padding_for_quantization:
             routing_map = pad_routing_map(routing_map, get_align_size_for_quantization(config))
-        elif config.moe_pad_expert_input_to_capacity:
+        if config.moe_pad_expert_input_to_capacity:  # of that too, as stock has it
             routed = routing_map.size(0) * config.moe_router_topk
             capacity = get_capacity(routed, config.num_moe_experts, config.moe_expert_capacity_factor)
-        elif config.moe_expert_capacity_factor is None and not config.moe_enable_routing_replay:
-            # Dropless: known without asking the device. A replayed routing may name an expert twice for a token.
+        elif not (
+            config.moe_router_padding_for_quantization
+            or config.moe_expert_capacity_factor is not None
+            or config.moe_enable_routing_replay
+        ):  # dropless: known without asking the device. A replayed routing may name an expert twice for a token.
             num_rows = routing_map.size(0) * config.moe_router_topk
         packed, self._dispatched = self.dispatcher.permute(
             tokens.reshape(-1, tokens.size(-1)).contiguous(),

@@ -32,6 +32,8 @@ from megatron_moe_opt.runtime.observed.layer_place import describe_place, is_bes
 _C = load_extension()
 
 POLL_S = 0.2
+POLLS_PER_S = 5000
+"""How often a second all ranks together may ask the store, which other things of the job go through, too."""
 ROLL_CALL_S = 1.5
 """How long a live rank may take to answer."""
 STORE_S = 3.0
@@ -80,6 +82,7 @@ class FailureBoard:
         """
         self.rank, self.first = rank, None
         self._store, self._world, self._served_by_rank = store, world, served_by_rank
+        self._poll_s = max(POLL_S, world / POLLS_PER_S)
         self.is_up = not restarts
         """Whether all ranks are known to watch; until then each speaks for itself."""
         self._known = threading.Lock()
@@ -118,7 +121,7 @@ class FailureBoard:
         if self.first is not None:
             self._exit()
         if self._served_by_rank == self.rank and self._answered(lambda: self._store.set(_ALARM, _END)):
-            time.sleep(2 * POLL_S)  # the others must not look for a store that is gone
+            time.sleep(2 * self._poll_s)  # the others must not look for a store that is gone
         self._watcher.join(STORE_S)
 
     def _settle(self, find: Callable[[], Failure], what: str, where: str) -> Failure:
@@ -144,9 +147,9 @@ class FailureBoard:
         return first
 
     def _wait_until_seen(self, by: int) -> None:
-        deadline = time.monotonic() + SEEN_S
+        deadline = time.monotonic() + SEEN_S + self._poll_s
         while self._store.add(_SEEN, 0) < by and time.monotonic() < deadline:
-            time.sleep(POLL_S / 10)
+            time.sleep(self._poll_s / 10)
 
     def _blame(self, what: str, peer: int | None, where: str) -> Failure:
         if peer is not None and any(sign in what for sign in _GONE):
@@ -169,14 +172,14 @@ class FailureBoard:
         if self._store.check([_ALARM]) and self._store.get(_ALARM) == _END:
             return []
         self._store.set(_ALARM, "")
-        deadline = time.monotonic() + ROLL_CALL_S
+        deadline = time.monotonic() + ROLL_CALL_S + self._poll_s
         others = {_here(rank): rank for rank in range(self._world) if rank != self.rank}
         while not self._store.check(list(others)):
             if time.monotonic() > deadline:
                 return [rank for key, rank in others.items() if not self._store.check([key])]
             if self._store.check([_FIRST]):
                 break
-            time.sleep(POLL_S / 4)
+            time.sleep(self._poll_s / 4)
         return []
 
     def _read(self) -> Failure | None:
@@ -210,19 +213,19 @@ class FailureBoard:
     def _watch(self) -> None:
         try:
             if not self.is_up:
-                ours = of_this_attempt(self._store, self.rank, self._world, lambda: self._rest(POLL_S))
+                ours = of_this_attempt(self._store, self.rank, self._world, lambda: self._rest(self._poll_s))
                 if ours is None:
                     return
                 self._store, self.is_up = ours, True
             self._store.set(_host(self.rank), socket.gethostname())
             while not self._store.check([_ALARM]):
-                if self._rest(POLL_S):
+                if self._rest(self._poll_s):
                     return
             if self._store.get(_ALARM) == _END:
                 return
             self._store.set(_here(self.rank), "")
             while (first := self._read()) is None:
-                if self._rest(POLL_S / 4):
+                if self._rest(self._poll_s / 4):
                     return
             self._say(first)
             self._store.add(_SEEN, 1)

@@ -32,6 +32,7 @@ from megatron_moe_opt.runtime.engine.started import Running, advance_started, fi
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import ArrivedExperts, Arriving, Residents
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import Message, ReceivedMessages
 from megatron_moe_opt.runtime.travelling_experts.expert_gradients import CompressedGradients, WholeGradients
+from megatron_moe_opt.runtime.travelling_experts.step_passes import TrainedModel
 from megatron_moe_opt.schedules import expert_migration as schedules
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 
@@ -63,16 +64,18 @@ class ExpertCommunicator:
         """The group in which gradients begin to return."""
         self.round = 0
         """Counts the changes of weights that were noticed."""
-        self.gradients: weakref.WeakSet[WholeGradients | CompressedGradients] = weakref.WeakSet()
-        """How the gradients of each layer return."""
+        self.layers: weakref.WeakSet[MigratedExperts] = weakref.WeakSet()
         self._first: weakref.ref[MigratedExperts] | None = None
+        self._first_in: int | None = None
+        """The number of its model; None: not known yet when it had its pass."""
         self._due: weakref.ref[MigratedExperts] | None = None
         """The first layer of a step whose weights nobody has gathered since they were updated."""
+        self._due_in: int | None = None
         self._last: weakref.ref[MigratedExperts] | None = None
         self._on_the_way: weakref.WeakSet[MigratedExperts] = weakref.WeakSet()
         """The layers that the present micro-batch has passed: until one comes again, or a backward pass."""
-        self._returns = False
-        """Whether gradients have begun to return that no optimizer step has used."""
+        self._returning: weakref.WeakSet[WholeGradients | CompressedGradients] = weakref.WeakSet()
+        """Those whose gradients have begun to return, and no optimizer step has used."""
 
     def note_pass(self, layer: MigratedExperts) -> None:
         """Learns the order of layers from their forward passes."""
@@ -80,13 +83,14 @@ class ExpertCommunicator:
             return  # in another order
         last = self._last and self._last()
         if last is not None and last is not layer:
-            last.next = weakref.ref(layer)
+            last.next = weakref.ref(layer) if last.model == layer.model else None
         if layer in self._on_the_way:
             self._on_the_way.clear()
         layer.before = self._last if self._on_the_way else None
         self._on_the_way.add(layer)
         self._last = weakref.ref(layer)
-        self._first = self._first or self._last
+        if self._first is None:
+            self._first, self._first_in = self._last, layer.model
 
     def following(self, first: MigratedExperts) -> Iterator[MigratedExperts]:
         """Yields the layers that came after one in the last pass, in turn."""
@@ -122,23 +126,35 @@ class ExpertCommunicator:
         self._first = self._due = self._last = None
         self._on_the_way.clear()
 
-    def after_step(self) -> None:
+    def after_step(self, model: TrainedModel | None = None) -> None:
         """Notes that weights are new: the first layers of the passes since the last step are due
         when the next one begins.
-        """
-        self._due, self._first, self._returns = self._first, None, False
 
-    def before_step(self) -> None:
+        Args:
+            model: whose step it was; None: not known, and taken to be that of all layers.
+        """
+        for layer in self._layers_of(model):
+            self._returning.discard(layer.gradients)
+        # What all ranks know alike: of a model that nobody holds any more, some still have the layers.
+        first = self._first and self._first()
+        first_in = self._first_in if first is None or self._first_in is not None else first.model
+        if model is None or first_in == model.number:
+            self._due, self._due_in, self._first = self._first, first_in, None
+
+    def before_step(self, model: TrainedModel | None = None) -> None:
         """Sends the experts of the first layers of the last step, if weights have been updated since they were sent.
 
         A collective call, then. Where gradients have returned since and no step has used them, they are forgotten, as
         after a step that is skipped: it is run again.
+
+        Args:
+            model: as in `after_step`.
         """
-        if self._returns:
-            self.after_skipped_step()
-        due, self._due = self._due, None
-        if due is None:
+        if any(layer.gradients in self._returning for layer in self._layers_of(model)):
+            self.after_skipped_step(model)
+        if self._due is None or not (model is None or self._due_in in (None, model.number)):
             return
+        due, self._due = self._due, None
         first = due()
         layers = [] if first is None else [*self.sent_at_begin(first)]
         number = torch.full((), len(layers), device=device_of(self.groups.ep))
@@ -147,16 +163,25 @@ class ExpertCommunicator:
         for later, layer in enumerate(layers[: int(number)]):
             layer.send(is_due=later <= self.ahead)
 
+    def after_skipped_step(self, model: TrainedModel | None = None) -> None:
+        """Forgets what is left of gradients: of those that nobody has used. `model` as in `after_step`."""
+        for layer in self._layers_of(model):
+            self._returning.discard(layer.gradients)
+            layer.gradients.restart()
+
+    def _layers_of(self, model: TrainedModel | None) -> list[MigratedExperts]:
+        """Returns the layers that are a part of a model, having noted it; all of them, where it is not known."""
+        if model is None:
+            return list(self.layers)
+        for layer in self.layers:
+            if layer.model != model.number and model.has(layer.weights.experts):
+                layer.model = model.number
+        return [layer for layer in self.layers if layer.model == model.number]
+
     def begin_round(self) -> None:
         """Begins a round: experts that were sent before now are not those of the passes to come."""
         self.round += 1
         self._due = None
-
-    def after_skipped_step(self) -> None:
-        """Forgets what is left of gradients: of those that nobody has used."""
-        self._returns = False
-        for gradients in self.gradients:
-            gradients.restart()
 
     def gather(self, message: Message, experts: torch.Tensor) -> Arriving:
         """Starts to gather messages of all ranks of the domain, from the outermost level inwards.
@@ -201,7 +226,7 @@ class ExpertCommunicator:
         def add() -> None:
             codec.defer(used_here(gradients), own, self.innermost)
 
-        self._returns = True
+        self._returning.add(codec)
         return executor(gradients.device).start(schedules.DEFERRED.sized([gradients.nbytes]), [steps.call(add)])
 
     def reduce(
@@ -217,7 +242,7 @@ class ExpertCommunicator:
         """
         run, sizes, dtype = executor(gradients.device), {}, gradients.dtype
         of_owner = codec.sent_bytes(gradients.size(1), dtype)
-        self._returns = True
+        self._returning.add(codec)
         with run.memory():
             bound, sums = codec.complete(gradients, own, self.innermost)
             deferred = gradients.nbytes if bound else 0

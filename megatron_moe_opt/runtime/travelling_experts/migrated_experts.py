@@ -62,7 +62,9 @@ class MigratedExperts:
         """
         self.weights, self.owners, self.communicator, self.codec = weights, owners, communicator, codec
         self.gradients = gradients
-        communicator.gradients.add(gradients)
+        communicator.layers.add(self)
+        self.model: int | None = None
+        """The number of the model that it is a part of; None: no optimizer has told yet."""
         self.own = owners.index(communicator.groups.rank)
         """This rank's place among the owners."""
         self.round = 0

@@ -6,10 +6,23 @@ Who runs the micro-batches of a step says how many there are. Where nobody does,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model that an optimizer trains: a process may have several, whose steps are none of each other's."""
+
+    number: int
+    """What tells it from the others of this process."""
+    has: Callable[[nn.Module], bool]
+    """Whether a module is a part of it."""
 
 
 class Deferring(Protocol):
