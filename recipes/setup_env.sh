@@ -1,7 +1,8 @@
 # Sourced by quickstart.sh and tools/test.sh, from the root of the repository: activates .venv, after making it,
 # installing the pinned requirements and building the package where any of them is not up to date.
 #
-# PYTHON chooses the interpreter (default: python3). MAX_JOBS limits compile jobs.
+# PYTHON chooses the interpreter (default: python3), INSTALLER the command that installs packages (default: python -m
+# pip). MAX_JOBS limits compile jobs.
 
 _fail() {
     echo "setup_env: error: $1" >&2
@@ -25,7 +26,8 @@ _setup_env() {
     if ! cmp -s "$requirements" "$stamp"; then
         echo "== installing $requirements"
         # Most modules are never imported: those that are get compiled then.
-        python -m pip install --quiet --no-compile --requirement "$requirements" || _fail "pip could not install $requirements"
+        ${INSTALLER:-python -m pip} install --quiet --no-compile --requirement "$requirements" ||
+            _fail "$requirements could not be installed"
         cp "$requirements" "$stamp"
     fi
 

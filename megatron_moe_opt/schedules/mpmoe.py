@@ -40,7 +40,7 @@ Buffers of partition j are NAME.j, or NAME.SLOT where partitions share them. Of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from itertools import pairwise
@@ -217,6 +217,13 @@ class Moved:
     row: RowBytes
     shared: int = 0
     """Bytes of the tokens that shared experts take, which are all of a rank's in whichever partition."""
+    _known: dict[Move, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def bytes(self, move: Move) -> Any:
+        """Returns the bytes of its rows on the way of a move, in the form that the way's stages take them."""
+        if move not in self._known:  # each stage of the way asks
+            self._known[move] = self.rows.bytes(self.row.of(move))
+        return self._known[move]
 
 
 def forward(
@@ -231,7 +238,7 @@ def forward(
         shared: bytes of the tokens that shared experts take beside the rows; None: there are none, or they run before.
     """
     outline = forward_outline(strategy, len(partitions), way, shared is not None)
-    return outline.sized([Moved(rows, row, shared or 0) for rows in partitions])
+    return outline.sized(_moved(partitions, row, shared or 0))
 
 
 def backward(
@@ -245,7 +252,13 @@ def backward(
     pass, which is the order in which weight gradients are added. `shared` as in `forward`.
     """
     outline = backward_outline(strategy, len(partitions), way, shared is not None)
-    return outline.sized([Moved(rows, row, shared or 0) for rows in partitions])
+    return outline.sized(_moved(partitions, row, shared or 0))
+
+
+def _moved(partitions: Sequence[Partition], row: RowBytes, shared: int) -> list[Moved]:
+    """Returns what moves of partitions, of which some may be the same object."""
+    known = {id(rows): Moved(rows, row, shared) for rows in partitions}
+    return [known[id(rows)] for rows in partitions]
 
 
 def _inputs(moved: Moved) -> int:
@@ -480,7 +493,7 @@ class _Partitions(Pipeline):
         """Returns the stages of the way in a move's direction, which measure rows of a partition as it has them."""
 
         def measured(stage: Stage) -> Measure:
-            return lambda moved: stage.size(moved.rows.bytes(moved.row.of(move)))
+            return lambda moved: stage.size(moved.bytes(move))
 
         stages = self._way.out() if move.is_out else self._way.back()
         return [replace(stage, size=measured(stage)) for stage in stages]

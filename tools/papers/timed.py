@@ -215,8 +215,9 @@ def points() -> list[Point]:
             _layer("netmoe", 4 * 96, 512, 1, 32, 2),
             (Ratio("alltoall", "netmoe", "up to 1.67 over FastMoE (Fig. 6)"),),
             model=model,
+            limit=limit,
         )
-        for model in ("MoE-GPT-S", "MoE-GPT-L")
+        for model, limit in (("MoE-GPT-S", LIMIT), ("MoE-GPT-L", 10 * LIMIT))
     ]
     end_to_end = [
         replace(

@@ -64,7 +64,8 @@ def hop_partitions(
         arrived = layer.etp * (sent[max(sent)] if sent else own) if layer.etp > 1 else 0
         return HopRows(own, sent, computed * layer.etp, arrived, layer.sharers)
 
-    return [part(share) for share in shares]
+    alike = {share: part(share) for share in set(shares)}
+    return [alike[share] for share in shares]
 
 
 def held_more(layer: LayerWorkload, count: int, strategy: str, own_rows: int | None = None) -> HeldMore:

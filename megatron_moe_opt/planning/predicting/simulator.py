@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from megatron_moe_opt.schedules.issue_order import HELD
-from megatron_moe_opt.schedules.schedule import OF_EXPERTS, Lane, Op, Schedule, ScheduleError
+from megatron_moe_opt.schedules.schedule import OF_EXPERTS, Lane, Op, Order, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline
 
 Slowdown = Mapping[tuple[Lane, ...], float]
@@ -33,52 +32,12 @@ def simulate(
         ScheduleError: an op waits for one that does not come before it.
         ValueError: a factor outside (0, 1].
     """
-    order = Order.of(schedule)
+    order = schedule.order
     seconds = [cost(op) for op in schedule.ops]
     if one_queue:
         halved = tuple(op.meanwhile if op.kind in OF_EXPERTS else None for op in schedule.ops)
         return Timeline.of_times(schedule, _play_in_turn(order, seconds, halved, slowdown))
     return Timeline.of_times(schedule, play(order, seconds, slowdown))
-
-
-@dataclass(frozen=True)
-class Order:
-    """What of a schedule decides when ops run: the lane of each and the ops it waits for."""
-
-    lanes: tuple[Lane, ...]
-    """The lanes that the schedule uses."""
-    lane_of: tuple[int, ...]
-    """The lane of each op, as an index into `lanes`."""
-    waits_for: tuple[tuple[int, ...], ...]
-    in_turn: bool = False
-    """Whether no op starts before the one that precedes it."""
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> Order:
-        """Returns the order of a schedule's ops, having checked that it can be played.
-
-        Raises:
-            ScheduleError: an op waits for one that does not come before it, or is to have ops issued halfway through it
-                that are not there or cannot be issued then.
-        """
-        for index, op in enumerate(schedule.ops):
-            for other in op.waits_for:
-                if not 0 <= other < index:
-                    raise ScheduleError(
-                        f"{schedule.name}, op {index} ({op}) waits for op {other}, which does not come before it"
-                    )
-            if op.meanwhile:
-                behind = schedule.ops[index + 1 : index + 1 + op.meanwhile]
-                if len(behind) < op.meanwhile or any(
-                    other.lane is op.lane or other.meanwhile or index in other.waits_for for other in behind
-                ):
-                    raise ScheduleError(
-                        f"{schedule.name}, op {index} ({op}): {op.meanwhile} ops behind it cannot be issued halfway "
-                        "through it"
-                    )
-        lanes = schedule.lanes
-        number = {lane: index for index, lane in enumerate(lanes)}
-        return cls(lanes, tuple(number[op.lane] for op in schedule.ops), tuple(op.waits_for for op in schedule.ops))
 
 
 def play(order: Order, seconds: Sequence[float], slowdown: Slowdown | None = None) -> list[tuple[float, float]]:
@@ -159,10 +118,7 @@ def _play_disturbed(order: Order, seconds: Sequence[float], slowdown: Slowdown) 
     """Plays a schedule whose lanes disturb each other: between two events every running op
     progresses at a constant rate.
     """
-    for (lane, *beside), factor in slowdown.items():
-        if not 0 < factor <= 1:
-            others = " and ".join(other.value for other in beside)
-            raise ValueError(f"slowdown of lane {lane.value} beside {others} is {factor}, not in (0, 1]")
+    rates_of = _rates(tuple(slowdown.items()))
     queues: list[list[int]] = [[] for _ in order.lanes]
     for index in reversed(range(len(order.lane_of))):
         queues[order.lane_of[index]].append(index)  # the next op of a lane is the last of its list
@@ -188,7 +144,7 @@ def _play_disturbed(order: Order, seconds: Sequence[float], slowdown: Slowdown) 
                         starting = order.in_turn  # the next one may be of any lane
         running = tuple(left)
         if running not in rates:
-            rates[running] = _rates([order.lanes[lane] for lane in running], slowdown)
+            rates[running] = rates_of(tuple([order.lanes[lane] for lane in running]))
         paces = rates[running]
         step = min([work / pace for work, pace in zip(left.values(), paces, strict=True)])
         now += step
@@ -203,8 +159,22 @@ def _play_disturbed(order: Order, seconds: Sequence[float], slowdown: Slowdown) 
     return list(zip(starts, ends, strict=True))
 
 
-def _rates(running: Sequence[Lane], slowdown: Slowdown) -> list[float]:
-    return [lane_rate(lane, [other for other in running if other is not lane], slowdown) for lane in running]
+@lru_cache(maxsize=64)
+def _rates(factors: tuple[tuple[tuple[Lane, ...], float], ...]) -> Callable[[tuple[Lane, ...]], list[float]]:
+    """Returns the function that gives the rates of ops in these lanes at once, and remembers them: a planner asks again
+    and again. Raises ValueError as `simulate`.
+    """
+    slowdown = dict(factors)
+    for (lane, *beside), factor in factors:
+        if not 0 < factor <= 1:
+            others = " and ".join(other.value for other in beside)
+            raise ValueError(f"slowdown of lane {lane.value} beside {others} is {factor}, not in (0, 1]")
+
+    @cache
+    def of(running: tuple[Lane, ...]) -> list[float]:
+        return [lane_rate(lane, [other for other in running if other is not lane], slowdown) for lane in running]
+
+    return of
 
 
 def lane_rate(lane: Lane, beside: Sequence[Lane], slowdown: Slowdown) -> float:
