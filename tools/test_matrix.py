@@ -158,8 +158,8 @@ def prepare(pair: Pair, folder: Path, parts: Sequence[str]) -> Path:
     requirements = tree / "recipes" / "requirements.txt"
     packages = {"without": NOT_OF_QUICK} if set(parts) == {"quick"} else {"more": extra("megatron-lm")}
     requirements.write_text(pinned(requirements.read_text(), pair, **packages))
-    # A pair names its versions: what this machine's pip is told to stay below does not count. uv takes half of pip's time
-    # for the gigabytes of a PyTorch with CUDA.
+    # A pair names its versions: what this machine's pip is told to stay below does not count. uv takes half of pip's
+    # time for the gigabytes of a PyTorch with CUDA.
     environment = {"MOE_OPT_CUDA": "OFF", "UV_NATIVE_TLS": "1"} | os.environ
     environment |= {"PYTHON": python, "PIP_CONSTRAINT": os.devnull, "INSTALLER": "python -m uv pip"}
     with_uv = '[[ -x .venv/bin/uv ]] || { "$PYTHON" -m venv .venv && .venv/bin/python -m pip install --quiet uv; }'

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, OF_EXPERTS, OF_SHARED_EXPERTS, Kind, Lane, Op, Schedule
 
 _COMPUTING = OF_EXPERTS | OF_SHARED_EXPERTS | {Kind.ACTIVATE}
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span:
     """One op's time in its lane, in seconds from the start of the schedule."""
 
     op: Op
@@ -137,7 +137,7 @@ def one_after_another(name: str, timelines: Mapping[str, Timeline]) -> Timeline:
                 op = replace(op, waits_for=(*last.values(), *op.waits_for))
             seen[op.lane] = len(ops)
             ops.append(op)
-            spans.append(span._replace(op=op))
+            spans.append(replace(span, op=op))
         last = seen or last
         parts.append(Part(part, begin, begin + timeline.seconds))
         inputs += _inputs(part, timeline)

@@ -44,7 +44,7 @@ def _slow_down(patch):
     def slow(layer):
         timelines, stages = observed_step(layer)
         return [
-            replace(timeline, spans=tuple(span._replace(end=span.end + 1000) for span in timeline.spans))
+            replace(timeline, spans=tuple(replace(span, end=span.end + 1000) for span in timeline.spans))
             for timeline in timelines
         ], stages
 
