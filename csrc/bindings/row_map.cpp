@@ -40,8 +40,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_row_map(const Input<"ro
     const int64_t num_rows =  // the one host sync
         known_rows ? known_rows->value : at::count_nonzero(routing_map.view(ScalarType::Byte)).item<int64_t>();
     make_entries(num_rows);
-    // There may be fewer pairs than promised, where logits are NaN: what is left over must not point anywhere else.
-    for (const Tensor& entries : {rows, experts, sources}) entries.zero_();
     Tensor scratch = make(cuda::row_map_scratch_bytes(num_tokens, num_experts), ScalarType::Byte);
     cuda::build_row_map(bytes, num_tokens, num_experts, num_rows, std::nullopt, offsets.mutable_data_ptr<int64_t>(),
                         rows.mutable_data_ptr<int64_t>(), experts.mutable_data_ptr<int32_t>(),

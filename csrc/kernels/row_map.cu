@@ -151,6 +151,13 @@ __global__ void __launch_bounds__(kBlockThreads, 4)  // more would have to spill
     offsets[first_token + j] = token_entries[j];
     if (first_token + j == num_tokens - 1) offsets[num_tokens] = first_entry + entries.total;
   }
+  if (!kPadded && first_token + tokens == num_tokens) {
+    // Fewer entries than promised, where logits are NaN: what is left over must not point anywhere else.
+    for (int64_t entry = first_entry + entries.total + threadIdx.x; entry < max_rows; entry += kBlockThreads) {
+      rows[entry] = sources[entry] = 0;
+      experts[entry] = 0;
+    }
+  }
   __syncthreads();
 
   for (int j = warp; j < tokens; j += kBlockWarps) {

@@ -58,7 +58,7 @@ class RowMap:
         first_in_expert = parts.cumsum(0) - parts
         experts = self.experts.long()
         of_expert = counts.clamp(min=1)[experts]
-        # Of each entry among its expert's rows. One more than there are is left over, see `build_row_map`.
+        # Of each entry among its expert's rows; of one that is left over (see build_row_map), that of the last of them.
         index = (self.rows - (counts.cumsum(0) - counts)[experts]).clamp_(max=of_expert - 1)
         chunk = ((index + 1) * num_chunks - 1).div_(of_expert, rounding_mode="floor")
         rows = index + (first_row - first_in_expert).view(-1)[chunk * self.num_experts + experts]

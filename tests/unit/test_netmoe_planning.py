@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.kernels import place_samples
+from megatron_moe_opt.planning.predicting import netmoe
 from megatron_moe_opt.planning.predicting.netmoe import (
     WINDOW,
     WINDOW_PASSES,
@@ -155,6 +156,14 @@ def test_order_of_experts_changes_no_bit(seed):
         second.observe(num[:, order], then)
     assert np.array_equal(first._fit.slopes[order], second._fit.slopes)
     assert np.array_equal(first._fit.shares, second._fit.shares)
+
+
+@given(st.integers(0, 2**24))
+def test_shares_are_so_coarse_that_sums_are_exact(most):
+    """A sample of a very long sequence may have that many tokens for one expert more than the mean."""
+    bits = netmoe._share_bits(np.array([[0.0, float(most)], [-1.0, 2.0]]))
+    assert (bits == netmoe.SHARE_BITS) == (most < 2**16)
+    assert netmoe.WINDOW * max(most, 2) * netmoe.MAX_SHARE * 2.0**bits < 2**53
 
 
 def test_what_no_linear_map_can_say_is_predicted():

@@ -21,7 +21,7 @@ BLOCK = 128  # samples that are predicted at a time
 LOCAL = 2.0  # what resemblance to single samples explains a priori, in units of what the linear part does
 ROOT_SCALE = 16.0  # square roots of counts are multiples of its inverse
 NEAR_BITS, SHARE_BITS, WEIGHT_BITS = 10, 10, 16  # so are resemblances, shares of samples and slopes, of 2 ** -BITS
-MAX_SHARE, MAX_WEIGHT = 2.0**19, 2.0**10  # with which all sums of products stay below 2^53
+MAX_SHARE, MAX_WEIGHT = 2.0**19, 2.0**10  # with which all sums of products stay below 2^53, see _share_bits
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,8 @@ class _Fit:
     slopes: np.ndarray
     """The linear term, [inputs, outputs], whole numbers in units of 2^-WEIGHT_BITS."""
     shares: np.ndarray
-    """The samples' shares, [W, outputs]: LOCAL times a, whole numbers in units of 2^-SHARE_BITS."""
+    """The samples' shares, [W, outputs]: LOCAL times a, whole numbers in units of 2^-share_bits."""
+    share_bits: int
 
     @classmethod
     def of(cls, known: np.ndarray, then: np.ndarray) -> _Fit:
@@ -206,10 +207,11 @@ class _Fit:
         system = np.hstack([centered @ centered.T / variance + LOCAL * _resemblance(distance, spread), then - mean])
         chance = min(max(float(known.sum()) / squares, 2.0**-10), 1.0)
         system[np.arange(size), np.arange(size)] += (1.0 + LOCAL) * chance
-        shares = np.rint(_solve(system).clip(-MAX_SHARE, MAX_SHARE) * 2**SHARE_BITS)
-        slopes = centered.T @ shares / (variance * 2**SHARE_BITS)
+        bits = _share_bits(centered)
+        shares = np.rint(_solve(system).clip(-MAX_SHARE, MAX_SHARE) * 2.0**bits)
+        slopes = centered.T @ shares / (variance * 2.0**bits)
         slopes = np.rint(slopes.clip(-MAX_WEIGHT, MAX_WEIGHT) * 2**WEIGHT_BITS)
-        return cls(center, roots, spread, mean, slopes, LOCAL * shares)
+        return cls(center, roots, spread, mean, slopes, LOCAL * shares, bits)
 
     def predict(self, num: np.ndarray) -> np.ndarray:
         """Predicts [I, outputs] for samples num, whole numbers [I, inputs]."""
@@ -217,7 +219,14 @@ class _Fit:
         near *= 2**NEAR_BITS
         np.rint(near, out=near)
         linear = (num - self.center) @ self.slopes * 2.0**-WEIGHT_BITS
-        return self.mean + linear + near @ self.shares * 2.0 ** -(NEAR_BITS + SHARE_BITS)
+        return self.mean + linear + near @ self.shares * 2.0 ** -(NEAR_BITS + self.share_bits)
+
+
+def _share_bits(centered: np.ndarray) -> int:
+    """Returns how fine shares are that the columns of `centered`, [W, inputs], are multiplied with: coarser where a
+    sample has more than 2^16 tokens for an expert, so that sums of W products stay below 2^53.
+    """
+    return min(SHARE_BITS, int(53 - np.log2(WINDOW * MAX_SHARE)) - int(np.abs(centered).max()).bit_length())
 
 
 def _roots(counts: np.ndarray) -> np.ndarray:
