@@ -832,3 +832,45 @@ def test_experts_are_encoded_and_decoded_where_they_travel(ranks, residuals):
         ranks.run(coded_in, residuals=residuals)
         == [{("sr_encode", "experts"), ("sr_decode", "experts"), ("sr_decode", DECODING)}] * 4
     )
+
+
+def lone_load(residuals: str, ahead: bool) -> float:
+    """Returns the error of outputs after one rank alone has loaded the experts of its layers, which were compressed.
+
+    Args:
+        ahead: it does so before they are sent at the begin of a step; else behind that.
+    """
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        stock, ours = layers(2, compression_ratio=16.0, residuals=residuals)
+        communicator = ours[0].token_dispatcher.dispatcher.migrated.communicator
+
+        def passes(model: list[Any]) -> torch.Tensor:
+            hidden = hidden_states(0)
+            for layer in model:
+                hidden = layer(hidden)[0]
+            return hidden
+
+        for number in range(3):
+            if number == 2 and ahead and dist.get_rank() == 2:
+                for layer in ours:
+                    layer.experts.load_state_dict(layer.experts.state_dict())
+            if number:
+                communicator.after_step()
+                communicator.before_step()
+            if number == 2 and not ahead and dist.get_rank() == 2:
+                for layer in ours:
+                    layer.experts.load_state_dict(layer.experts.state_dict())
+            expected, got = passes(stock), passes(ours)
+            for layer in (*stock, *ours):
+                write_weights(layer, 1.1)
+        assert not any(layer.token_dispatcher.dispatcher.migrated.codec.begins for layer in ours)
+        return relative(got, expected)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("residuals", ["last", "shared"])
+def test_ranks_begin_anew_together_where_one_alone_loads_its_experts(ranks, residuals, ahead):
+    errors = ranks.run(lone_load, residuals=residuals, ahead=ahead)
+    assert residuals == "shared" or max(errors) < 1e-6  # the first messages are whole

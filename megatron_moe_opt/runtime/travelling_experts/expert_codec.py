@@ -85,7 +85,7 @@ class ReceivedMessages:
 class WholeExperts:
     """Messages of experts that travel uncompressed, bit for bit."""
 
-    is_lossy = False
+    is_lossy = begins = False
 
     def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
         """Returns a message of `flat` [numel]."""
@@ -194,8 +194,13 @@ class TrackedExperts:
             return how
         return f"{how}, which begin as a shared expert renewed every {self._shared.interval} message(s)"
 
+    @property
+    def begins(self) -> bool:
+        """Whether the next message is as the first: on all ranks or on none."""
+        return not self._held.begun
+
     def restart(self) -> None:
-        """Has the next message be as the first. Every rank must restart."""
+        """Has the next message be as the first. Every rank must restart before it."""
         self._held = _Held(self._on_host)  # messages that are still to be encoded know the one before
         if self._shared is not None:
             self._shared.restart()
@@ -240,7 +245,7 @@ class LargestWeights:
     The paper's compression without a shared expert, with which it compares (Fig. 14).
     """
 
-    is_lossy = True
+    is_lossy, begins = True, False
 
     def __init__(self, num_local: int, ratio: float) -> None:
         """

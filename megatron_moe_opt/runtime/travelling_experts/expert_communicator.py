@@ -15,6 +15,7 @@ its turn comes.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -156,7 +157,8 @@ class ExpertCommunicator:
             return
         due, self._due = self._due, None
         first = due()
-        layers = [] if first is None else [*self.sent_at_begin(first)]
+        due_first = () if first is None else self.sent_at_begin(first)
+        layers = [*itertools.takewhile(lambda layer: not layer.codec.begins, due_first)]
         number = torch.full((), len(layers), device=device_of(self.groups.ep))
         dist.all_reduce(number, dist.ReduceOp.MIN, group=self.groups.ep)
         self.begin_round()

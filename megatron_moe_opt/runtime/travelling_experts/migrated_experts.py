@@ -95,8 +95,9 @@ class MigratedExperts:
 
     def news(self) -> torch.Tensor:
         """Returns what the other ranks have to know, int64 [3 + 2 * ahead]: whether this rank's experts are not
-        those that it sent last; whether some of them are trained, and whether none is; and for each layer that may be
-        sent ahead, then for each that may be brought back ahead, whether it is gone.
+        those that it sent last, or (2) its messages begin anew; whether some of them are trained, and whether none is;
+        and for each layer that may be sent ahead, then for each that may be brought back ahead, whether it is gone, or
+        its messages begin anew.
         """
         communicator, ahead = self.communicator, self.communicator.ahead
         communicator.note_pass(self)
@@ -107,9 +108,14 @@ class MigratedExperts:
         is_trained = any(one.requires_grad for one in parameters)
         news[1 + is_trained : 2 + is_trained] = 0
         news[3 : 3 + len(self._following)] = 0
+        for number, layer in enumerate(self._following, start=3):
+            if layer.codec.begins:
+                news[number] = 1
         news[3 + ahead : 3 + ahead + len(self._preceding)] = 0
         may_have_changed = self._may_have_changed()
-        if self._sent is not None:
+        if self.codec.begins:
+            news[0] = 2
+        elif self._sent is not None:
             news[:1].copy_(~self.weights.equal(self._sent)) if may_have_changed else news[:1].zero_()
         return news
 
@@ -138,6 +144,8 @@ class MigratedExperts:
             )
         advance_started()  # what runs beside has had the time of all that lies between two layers' experts
         communicator, self._place = self.communicator, place()
+        if changed > 1:  # a rank may have loaded its experts alone
+            self.codec.restart()
         if changed:
             communicator.begin_round()
             self.send()
