@@ -23,13 +23,14 @@ import sysconfig
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from rich.progress import track
 
+from megatron_moe_opt import use_host_backend
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_folder, written_whole
 
@@ -152,6 +153,8 @@ def write_dataset(prefix: Path, source: Source, paths: list[Path]) -> Summary:
     """
     # Imported late: bad input is then refused at once, not after seconds of importing torch.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    with suppress(ConfigurationError):  # Megatron without PyTorch's compiler, whose import takes longer than its own
+        use_host_backend()
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     data, index, record_file = _dataset_files(prefix)

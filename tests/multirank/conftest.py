@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import megatron_moe_opt
 from tests.accelerator.executor_library import build
+
+megatron_moe_opt.use_host_backend()  # before tests import Megatron, which then does without PyTorch's compiler
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,10 @@ import gc
 import importlib
 import os
 import warnings
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from torch import multiprocessing
 
 warnings.filterwarnings("ignore")  # Megatron's about Transformer Engine and Apex, on every rank
 
@@ -15,6 +19,7 @@ import megatron_moe_opt  # noqa: E402
 megatron_moe_opt.use_host_backend()
 megatron_moe_opt.register()
 
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.core.transformer.moe import experts  # noqa: E402
 
 from megatron_moe_opt.cli.bench import links  # noqa: E402
@@ -40,6 +45,21 @@ IMPORTED_LATER = (
 for module in IMPORTED_LATER:
     importlib.import_module(module)
 
+
+class _Forking:
+    """Stands for PyTorch's multiprocessing: Megatron has a process of its own hand on what writers of checkpoints say,
+    which on each rank imports PyTorch for that where it is spawned.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(multiprocessing, name)
+
+    def get_context(self, _: str) -> BaseContext:
+        """Returns the context in which processes are forked."""
+        return multiprocessing.get_context("fork")
+
+
+filesystem_async.mp = _Forking()
 links.PROBE_MAX_BYTES = 2**16  # no test asks how fast links are
 experts.deepcopy = copy.copy  # of a configuration, for each layer: it took a third of what building one does
 

@@ -17,6 +17,8 @@ from tests.accelerator.executor_library import SoftwareExecutor, build
 from tests.accelerator.makespans import LANES
 from tests.unit.permute_cases import CPU_KERNELS
 
+megatron_moe_opt.use_host_backend()  # before tests import Megatron, which then does without PyTorch's compiler
+
 # What an example takes, or making it, says how busy the machine is and nothing about the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
