@@ -43,6 +43,7 @@ MODEL_ARGUMENTS = (
     "num_attention_heads",
     "vocab_size",
     "num_experts",
+    "moe_router_topk",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
     "bf16",
@@ -167,7 +168,7 @@ class Checkpointer:
         if "arguments" not in common or "layout" not in common:
             raise ConfigurationError(f"--load: {path} was not saved by this recipe; load one that was")
         for name, value in self._arguments.items():
-            saved = common["arguments"].get(name)
+            saved = common["arguments"].get(name, value)  # earlier forms of the recipe say less
             if saved != value:
                 raise ConfigurationError(
                     f"--load: {path} was saved with --{name.replace('_', '-')} {saved}, but this run has {value};"

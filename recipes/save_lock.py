@@ -59,10 +59,9 @@ class Holder:
 
     def has_ended(self, now: Holder) -> bool:
         """Whether the process `now` can tell that this one has ended."""
-        if self.job and self.job == now.job and self.starts < now.starts:
-            return True
-        is_here = (self.host, self.machine) == (now.host, now.machine) and self.machine != ""
-        return is_here and _process_start(self.pid) != self.process_start
+        if (self.host, self.machine) == (now.host, now.machine) and self.machine != "":
+            return _process_start(self.pid) != self.process_start  # whatever it is called: numbers of jobs may be alike
+        return self.job != "" and self.job == now.job and self.starts < now.starts
 
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""

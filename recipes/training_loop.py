@@ -9,7 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -251,7 +251,9 @@ def train(
             except LossNotFiniteError as error:
                 state = say_last_complete(args.save) if args.save else "nothing is saved without --save"
                 if args.save and iteration > saved:
-                    state = f"the state before it is saved in {save()}"
+                    with suppress(ConfigurationError):  # another program's checkpoint has that number
+                        check_on_all_ranks(partial(check_may_replace, args.save, [iteration]))
+                        state = f"the state before it is saved in {save()}"
                 raise TrainingError(f"{error} in iteration {iteration + 1}: {state}; {NOT_FINITE}") from None
             seconds = time.perf_counter() - start
             iteration += 1

@@ -316,16 +316,21 @@ def _start_board_with_models() -> None:
 
 
 def _compare(joint: ProcessGroup, name: str, config: Any) -> None:
-    """Has the ranks of a layer's groups compare what they were told. Once: it is the same for the next layers.
+    """Has the ranks of a layer's groups compare what they were told, and those that hold the same experts, whose
+    gradients are summed. Once: it is the same for the next layers.
 
     Raises:
         DisagreementError: on all of them.
     """
+    from megatron.core import parallel_state
+
     facts = facts_of_layer(_options, name, config)
-    ranks = tuple(dist.get_process_group_ranks(joint))
-    if _compared.get(ranks) != facts:
-        check_alike(ranks, facts)
-        _compared[ranks] = facts
+    replicas = parallel_state.get_expert_data_parallel_group(check_initialized=False)
+    for group in (joint, replicas):
+        ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        if len(ranks) > 1 and _compared.get(ranks) != facts:
+            check_alike(ranks, facts)
+            _compared[ranks] = facts
 
 
 def _groups_of(stock: Any) -> ExpertGroups:
@@ -339,6 +344,7 @@ def _plug(layer: Any, name: str, options: Options, plugged_class: type, says: bo
     system = system_of(name)
     dispatcher = system.build(groups, options, layer.config)
     layer.token_dispatcher = plugged_class(dispatcher, layer.config, pg_collection)
+    layer.token_dispatcher.gives_all_topk = type(layer.router).__module__.startswith("megatron.core.")
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)
     if options.expert_order is not None:

@@ -67,6 +67,9 @@ def failures_of_saving(folder: str) -> list[str]:
         assert saved["layout"] == sizes  # under the names that they have in all checkpoints
         with pytest.raises(ConfigurationError, match="DP 4, EP 2, expert-TP 1, but this run has TP 1, .* EP 1,"):
             checkpoint.Checkpointer(arguments, Layout(4), *parts).load(path)
+        other = argparse.Namespace(**vars(arguments) | {"moe_router_topk": 2})
+        with pytest.raises(ConfigurationError, match="was saved with --moe-router-topk 1, but this run has 2"):
+            checkpoint.Checkpointer(other, Layout(4, ep=2), *parts).load(path)
 
         def failure(kind: type[Exception]) -> None:
             with pytest.raises(kind) as failed:

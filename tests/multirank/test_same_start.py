@@ -9,24 +9,24 @@ import pytest
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.offline.expert_order import ExpertOrder, write_expert_order
 from tests.multirank.test_auto import plan
 from tests.ranks.pool import RankFailure
 
-ODD = 2
-"""The rank that is told something else."""
 
-
-def build(dispatcher: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """A layer of each rank; `theirs` is what the odd rank is told: options, or fields of the configuration, or both."""
+def build(
+    dispatcher: str, ours: dict[str, Any], theirs: dict[str, Any], odd: tuple[int, ...] = (2,), ep: int = 4
+) -> None:
+    """A layer of each rank; `theirs` is what odd ranks are told: options, or fields of the configuration, or both."""
     import megatron_moe_opt
     from megatron_moe_opt.integration import start_facts
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
-    told = theirs if dist.get_rank() == ODD else ours
+    told = theirs if dist.get_rank() in odd else ours
     options = {name: value for name, value in told.items() if name in Options.__dataclass_fields__}
     config = {name: value for name, value in told.items() if name.startswith(("moe_", "recompute_"))}
-    with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+    with parallel(ep=ep), pytest.MonkeyPatch.context() as patch:
         patch.setattr(start_facts, "__version__", told.get("version", "1"))
         megatron_moe_opt.register(Options(**options))
         try:
@@ -69,6 +69,20 @@ def test_ranks_that_differ_are_told_in_what(ranks, dispatcher, ours, theirs, sen
         assert kind == "DisagreementError" and "\n" not in message
         assert message.startswith("the ranks are not started alike: ") and sentence in message
         assert ": give all ranks the same" in message
+
+
+def test_replicas_that_differ_are_told(ranks, tmp_path: Path):
+    """Each has its experts in an order of its own: DDP would add up the gradients of different ones."""
+    options = []
+    for name, slots in (("ours", [1, 0, 3, 2, 5, 4, 7, 6]), ("theirs", [7, 6, 5, 4, 3, 2, 1, 0])):
+        write_expert_order(tmp_path / name, ExpertOrder(8, 1, 2, {1: tuple(slots)}))
+        options.append({"expert_order": tmp_path / name})
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(build, dispatcher="monta", ours=options[0], theirs=options[1], odd=(2, 3), ep=2)
+    assert len(caught.value.errors) == 4
+    for rank, kind, message in caught.value.errors:
+        assert kind == "DisagreementError" and "--moe-opt-expert-order is a file with SHA-256" in message
+        assert f"on rank {rank % 2} and a file with" in message
 
 
 def test_plans_that_differ_are_told(ranks, tmp_path: Path):

@@ -35,6 +35,7 @@ case "$*" in
 esac
 """
 SQUEUE = """#!/bin/bash
+[[ -z "${SQUEUE_FAILS:-}" ]] || { echo "slurm_load_jobs error: $SQUEUE_FAILS" >&2 && exit 1; }
 [[ "${@: -1}" != "${RUNNING:-}" || "$*" != *"${STATE:-RUNNING}"* ]] || echo "$RUNNING"
 """
 SBATCH = """#!/bin/bash
@@ -298,8 +299,16 @@ def test_two_jobs_do_not_train_into_one_folder(cluster):
     for state in ("RUNNING", "SUSPENDED", "COMPLETING"):
         result = cluster.job(RUNNING="4100", STATE=state, SAVES="500000")
         assert result.returncode == 2 and "CHECKPOINTS: job 4100 trains into" in result.stderr
+    result = cluster.job(SQUEUE_FAILS="Unable to contact slurm controller", SAVES="500000")
+    assert result.returncode == 2 and "squeue does not tell" in result.stderr
+    (cluster.checkpoints / "slurm_job.turn").mkdir()
+    result = cluster.job(SAVES="500000")
+    assert result.returncode == 2 and "another job is about to train into" in result.stderr
+    (cluster.checkpoints / "slurm_job.turn").rmdir()
     assert cluster.note("srun") == []
-    assert cluster.job(SAVES="1400").returncode == 0  # the other has ended
+    assert cluster.job(SQUEUE_FAILS="Invalid job id specified", SAVES="1400").returncode == 0  # the other has ended
+    (cluster.checkpoints / "slurm_job").write_text("4100\n")
+    assert cluster.job(SAVES="1500").returncode == 0
     assert cluster.job(RUNNING="4207", SAVES="500000").returncode == 0  # it queued again
 
 

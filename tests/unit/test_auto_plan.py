@@ -70,6 +70,8 @@ def planned(tmp_path: Path):
         ("parm:S2", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "drop one of the two"),
         ("parm:S2", DRAWN, "runs parm:S2: --moe-router-force-load-balancing has each rank of a TP group route"),
         ("alltoall", {"tensor_model_parallel_size": 2}, "stock Megatron does not train MoE layers under TP without"),
+        ("monta:O2x4:fp8", {}, "has monta:O2x4:fp8, which rounds what travels, and auto trains like stock"),
+        ("expert-migration:8:r50", {}, "has expert-migration:8:r50, which rounds what travels"),
     ],
 )
 def test_what_cannot_run_is_refused_before_training(planned, variant, overrides, message):

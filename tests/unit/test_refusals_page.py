@@ -121,6 +121,9 @@ ROWS: dict[str, list[Case]] = {
         Case(REPLICATED | {"calculate_per_token_loss": True, "moe_z_loss_coeff": 0.1}),
         Case(REPLICATED | {"calculate_per_token_loss": True, "moe_aux_loss_coeff": 0.1}),
     ],
+    "`--moe-router-padding-for-quantization`, at TP without `--sequence-parallel`": [
+        Case(REPLICATED | {"moe_router_padding_for_quantization": True}),
+    ],
     "`--moe-latent-size`": [Case({"moe_latent_size": 8})],
     "`--moe-expert-capacity-factor`": [Case({"moe_expert_capacity_factor": 1.0}), Case(PADDED)],
     "`--moe-expert-capacity-factor` with `--moe-pad-expert-input-to-capacity`, `--moe-apply-probs-on-input` and "

@@ -89,6 +89,15 @@ def test_a_job_that_is_queued_again_goes_on_elsewhere(tmp_path, monkeypatch, var
         stack.enter_context(save_lock(tmp_path))
 
 
+def test_a_process_that_runs_holds_whatever_its_job_is_called(tmp_path, monkeypatch):
+    """As where two jobs have one name, or none, and torchrun starts the ranks of one again."""
+    left_behind(tmp_path, job="run")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(ConfigurationError, match="is being saved to by"), save_lock(tmp_path):
+        pass
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"starts": "ab"}', "\udcff"])
 def test_a_file_that_is_not_ours_holds_too(tmp_path, content):
     (tmp_path / NAME).write_bytes(content.encode(errors="surrogateescape"))

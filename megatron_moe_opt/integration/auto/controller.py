@@ -75,11 +75,13 @@ from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
+from megatron_moe_opt.row_format import SAME
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.systems import moves_samples, system_of
 from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS
 from megatron_moe_opt.topology.agreement import found_by_first, known_to_all
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
+from megatron_moe_opt.variants import split_variant
 
 if TYPE_CHECKING:
     from megatron_moe_opt.integration.auto.own_profile import OwnProfile
@@ -281,6 +283,13 @@ class Controller:
     def _read_plan(self) -> Plan:
         """Refuses now, as for a dispatcher that the user names, what this configuration cannot run."""
         plan = read_plan(self.options.plan, self.config)
+        for variant in dict.fromkeys((*plan.layers.values(), *(one.variant for one in plan.candidates))):
+            _, options = split_variant(variant, None)
+            if options.wire != SAME or options.compression:
+                raise ConfigurationError(
+                    f"{PREFIX}plan {self.options.plan} has {variant}, which rounds what travels, and {AUTO} trains "
+                    "like stock: name that dispatcher and its options in the place of the plan, or take it out"
+                )
         for variant in dict.fromkeys(plan.layers.values()):
             reason = refusal(self.config, variant)
             if reason is not None:

@@ -39,7 +39,7 @@ def keeps_from_splitting_rows(config: Any) -> str | None:
     Random logits come from the generator of expert parallelism, which differs over TP; jitter from the default one,
     which is the same only as long as all TP ranks draw as much from it: over Gloo, where it is the CPU's, the one that
     loads the data does not. Nothing else in the router draws, Sinkhorn's load balancing neither. Megatron-Core 0.16
-    multiplies losses by the tokens of the router that has them.
+    multiplies losses by the tokens of the router that has them. From 0.17 on experts trust the padding of the router.
     """
     if not holds_replicated_tokens(config):
         return None
@@ -48,6 +48,11 @@ def keeps_from_splitting_rows(config: Any) -> str | None:
         return f"{drawn} has each rank of a TP group route the tokens that all of them hold in its own way"
     if config.calculate_per_token_loss and (config.moe_z_loss_coeff or _has_aux_loss(config.moe_aux_loss_coeff)):
         return "--calculate-per-token-loss counts a router's losses once for each token that it sees, on all TP ranks"
+    if config.moe_router_padding_for_quantization:
+        return (
+            "--moe-router-padding-for-quantization pads the rows of an expert before ranks of a TP group share them "
+            "out, so that those which arrive need not be a multiple any more"
+        )
     tp = config.tensor_model_parallel_size
     joint = config.expert_model_parallel_size * config.expert_tensor_parallel_size
     if max(tp, joint) % min(tp, joint):

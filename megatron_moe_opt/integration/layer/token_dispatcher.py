@@ -31,6 +31,8 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
     pipelines_shared_experts = False
     """Whether shared experts that overlap run between dispatch and combine, beside the pipeline that has all of these.
     """
+    gives_all_topk = True
+    """Whether the router gives each token as many experts as top-k says, as Megatron's own does."""
 
     def __init__(self, dispatcher: Dispatcher, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -79,7 +81,7 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         if config.moe_pad_expert_input_to_capacity:  # of that too, as stock has it
             routed = routing_map.size(0) * config.moe_router_topk
             capacity = get_capacity(routed, config.num_moe_experts, config.moe_expert_capacity_factor)
-        elif not (
+        elif self.gives_all_topk and not (
             config.moe_router_padding_for_quantization
             or config.moe_expert_capacity_factor is not None
             or config.moe_enable_routing_replay

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,10 +161,15 @@ class RoutingRecorder:
         parts: list[_OfRank] | None = [self._of_rank()] * dist.get_world_size() if dist.get_rank() == 0 else None
         with _disable_current_modes():  # a step whose traffic is counted did not send this
             dist.gather_object(self._of_rank(), parts)
-        if parts is not None:
+        if parts is None:
+            return
+        try:
             trace = _trace_of(parts, self._kind_names)
             write_routing_trace(self._output, trace)
-            print(f"moe-opt: the routing of {trace.num_passes} passes is written to {self._output}", flush=True)
+        except (OSError, ValueError) as error:  # which is no reason to end a training run
+            print(f"moe-opt: error: no routing is written to {self._output}: {error}", file=sys.stderr, flush=True)
+            return
+        print(f"moe-opt: the routing of {trace.num_passes} passes is written to {self._output}", flush=True)
 
 
 _running: RoutingRecorder | None = None
