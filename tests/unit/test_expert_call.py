@@ -318,6 +318,23 @@ def test_an_output_that_is_saved_beside_experts_that_travel_does_not_keep_its_gr
     assert kept() is None
 
 
+def test_what_is_recomputed_chooses_the_same_dtypes():
+    module, weights = experts()
+    run, seen = module.run, []
+
+    def watched(*given: object) -> torch.Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return run(*given)
+
+    module.run = watched
+    counts, tokens = torch.tensor((5, 7)), torch.randn(ROWS, HIDDEN)
+    call = ExpertCall(module, counts, torch.rand(ROWS), Restore.RECOMPUTE, addresses_of(weights))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = call.forward(tokens)
+    call.recompute(tokens)
+    assert seen == [True, True] and call._exit.dtype == output.dtype
+
+
 def test_quantized_parameters_have_no_memory_of_their_own():
     """Transformer Engine's are such, whose storage has no address."""
     plain = torch.zeros(2)

@@ -47,7 +47,8 @@ def pipeline_experts(layer: Any, options: Options) -> None:
         run = functools.partial(_run_all, layer, dispatcher.migrated, WatchedExperts(layer, hooks))
     else:
         run = functools.partial(_run, layer)
-    experts = Experts(run, (), random_states=AllRandomStates)
+    fuses = bool(getattr(layer.config, "gradient_accumulation_fusion", False))
+    experts = Experts(run, (), random_states=AllRandomStates, fuses=fuses)
     # Parameters that a graph has twice get their gradient once from autograd, and from each pipeline: DDP counts these.
     config = layer.config
     is_once_in_graph = getattr(config, "mlp_chunks_for_training", 1) == 1
@@ -60,16 +61,16 @@ def pipeline_experts(layer: Any, options: Options) -> None:
     def routed_experts_compute(hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         plugged = layer.token_dispatcher
         tensors = *layer.experts.parameters(), *layer.experts.buffers()
-        experts.parameters = tuple(tensor for tensor in tensors if tensor.requires_grad)
-        experts.constants = tuple(tensor for tensor in tensors if not tensor.requires_grad)
-        experts.products = tuple(Products(one, *_PRODUCTS) for one in layer.experts.modules() if _multiplies(one))
+        of_pass = dataclasses.replace(  # what is trained in this pass, whatever a later one trains before its backward
+            experts,
+            parameters=tuple(tensor for tensor in tensors if tensor.requires_grad),
+            constants=tuple(tensor for tensor in tensors if not tensor.requires_grad),
+            products=tuple(Products(one, *_PRODUCTS) for one in layer.experts.modules() if _multiplies(one)),
+        )
         dispatched, migrated = plugged.dispatched, plugged.dispatcher.migrated
-        of_pass = experts
         if migrated is not None:
             migrated.fetch(dispatched.rows.news)  # on their way while the first partitions are
-            of_pass = dataclasses.replace(
-                experts, borrowed=migrated.borrowed(), stand_ins=migrated.stand_ins(dispatched.rows.lent)
-            )
+            of_pass.borrowed, of_pass.stand_ins = migrated.borrowed(), migrated.stand_ins(dispatched.rows.lent)
         shared = plugged.take_shared_experts()
         returned, output = plugged.dispatcher.through_experts(hidden_states, dispatched, of_pass, shared)
         if shared is not None:

@@ -64,6 +64,8 @@ class Experts:
     """
     products: tuple[Products, ...] = ()
     """The pairs of matrix products between which nothing but an activation is saved, in any order."""
+    fuses: bool = True
+    """Whether matrix products may add gradients of weights to their main_grad (gradient accumulation fusion)."""
     random_states: Callable[[], RandomStates] = RandomStates
     """Returns the present states of all random generators that the experts may draw from."""
     shown: Shown = field(default_factory=Shown)
@@ -108,9 +110,20 @@ class ExpertCall:
         self._exit: torch.Tensor | None = None
         self._drawn_from: RandomStates | None = None
         """The states of random generators before the experts drew numbers that are to be drawn again; None: none."""
+        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Returns the context of the forward pass as far as it decides in which dtype experts compute."""
+        self._has_written = False
+        """Whether the experts have written into what they were given, in the forward pass."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the outputs [R, H] of tokens [R, H], without a graph to the outside."""
+        self._autocast = _present_autocast(tokens.device.type)
+        given = _versions(tokens, self._probs)
+        output = self._forward(tokens)
+        self._has_written = _versions(tokens, self._probs) != given
+        return output
+
+    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if self._middle is Restore.RECOMPUTE:
             states = self._experts.random_states()
             with torch.no_grad(), self._telling_halfway():
@@ -127,14 +140,16 @@ class ExpertCall:
 
     def recompute(self, tokens: torch.Tensor) -> None:
         """Runs the experts again, on the same tokens and with the same random numbers, and keeps T_M this time."""
+        self._check_repeats()
         drawn_from, self._drawn_from = self._drawn_from, None
-        if drawn_from is None:
+        with self._autocast():
+            if drawn_from is None:
+                self._record(tokens, self._without_borrowed())
+                return
+            now = self._experts.random_states()
+            drawn_from.restore()
             self._record(tokens, self._without_borrowed())
-            return
-        now = self._experts.random_states()
-        drawn_from.restore()
-        self._record(tokens, self._without_borrowed())
-        now.restore()
+            now.restore()
 
     def activate(self, tokens: torch.Tensor) -> None:
         """Computes again, on the same tokens, what was not offloaded of T_M, the rest of which is here.
@@ -143,9 +158,10 @@ class ExpertCall:
             ConfigurationError: random numbers are drawn for that. They would be others than before, as the products,
                 which may draw some themselves, do not run again.
         """
+        self._check_repeats()
         experts, probs = self._experts, self._probs.detach().requires_grad_()
         states = experts.random_states()
-        with self._saved.reading(tokens):
+        with self._saved.reading(tokens), self._autocast():
             self._saved.activate(
                 lambda: experts.run(tokens, self._tokens_per_expert, probs, experts.borrow()), experts.products
             )
@@ -153,6 +169,14 @@ class ExpertCall:
             raise ConfigurationError(
                 "--moe-opt-memory-reuse S1 and S2 compute activations of experts again, and these draw random numbers "
                 "(dropout): give --moe-opt-memory-reuse S3 or S4, which draw the same ones again, or none"
+            )
+
+    def _check_repeats(self) -> None:
+        """Refuses to run experts again on what they have changed."""
+        if self._has_written:
+            raise ConfigurationError(
+                "--moe-opt-memory-reuse S1 to S4 run experts again on the tokens and probabilities that they were "
+                "given, and these experts write into them: copy them first, or give --moe-opt-memory-reuse none"
             )
 
     def backward(
@@ -236,6 +260,19 @@ class ExpertCall:
         """Returns a context in which operations save what they save anyhow, but no borrowed expert: it may go."""
         borrowed = self._experts.borrowed
         return nullcontext() if borrowed is None else borrowed.arrived.hooks()
+
+
+def _present_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Returns what makes a context in which operations choose their dtypes as they do here."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(device_type)
+    return lambda: torch.autocast(device_type, dtype, cache_enabled=False)
+
+
+def _versions(*tensors: torch.Tensor) -> list[int]:
+    """Returns what counts the writes into tensors; nothing in inference, where nothing does."""
+    return [one._version for one in tensors if not one.is_inference()]
 
 
 def trained_beside(

@@ -154,7 +154,7 @@ class _Pass:
             if j >= how.middle_buffers:
                 self.calls[j - how.middle_buffers].free_middle()
             # Rows are copied as bytes: they are sent as they came, whatever dtype a module of somebody's returns.
-            outputs[j] = self.calls[j].forward(tokens).to(tokens.dtype).contiguous(), None
+            outputs[j] = _of_its_own(self.calls[j].forward(tokens).to(tokens.dtype).contiguous(), tokens), None
 
         def bind(op: Op) -> Steps:
             j, target = op.chunk, base_name(op.writes[0])
@@ -204,7 +204,7 @@ class _Pass:
         for call in self.calls[:beside]:
             call.make_room_for_middle()
         grads: dict[int, _Computed] = {}
-        may_fuse = self.experts.borrowed is None
+        may_fuse = self.experts.fuses and self.experts.borrowed is None
         of_parameters = [_Sum(parameter, len(self.exchanges), may_fuse) for parameter in self.experts.trained]
 
         def take(number: int, grad: torch.Tensor | None) -> None:
@@ -213,7 +213,7 @@ class _Pass:
         def gradient(j: int, tokens: torch.Tensor, grad_output: torch.Tensor) -> None:
             self._free_sent(grads, j)
             grad_tokens, grad_probs = self.calls[j].backward(tokens, grad_output, take)
-            grads[j] = grad_tokens.contiguous(), grad_probs.contiguous()
+            grads[j] = _of_its_own(grad_tokens.contiguous(), grad_output), grad_probs.contiguous()
             # Now, in memory that is free by now: what the next partition frees is in use while the copy runs.
             for call in self.calls[j + beside : j + beside + 1]:
                 call.make_room_for_middle()
@@ -341,6 +341,14 @@ class _Pass:
         row = RowBytes(packed, token, shown.middle_row_bytes, returned, outputs, gradients, shown.activation_row_bytes)
         shared = 0 if self.shared is None else self.shared.tokens.nbytes
         return [Moved(rows, row, shared) for rows in self.partitions]
+
+
+def _of_its_own(rows: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """Returns rows that experts have made, copied where they are in the memory of what was given to them: the next
+    partition's rows may come there before these are sorted to be sent.
+    """
+    shares = rows.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    return rows.clone() if shares else rows
 
 
 def _without_memory(rows: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,9 @@ class _Activation:
     """What the first product returned beside; of a borrowed expert in the end its place, as it may be dropped."""
     version: int
     """The version of the output, which an operation in place changes."""
+    has_bias: bool
+    """Whether the first product returns a bias besides, as Megatron's do; and the second:"""
+    ends_in_bias: bool = True
     blocks: list[_Block] = field(default_factory=list)
     """The blocks that the activation saved, in the order in which they were first saved."""
     second_input: int | None = None
@@ -196,6 +199,9 @@ class SavedMiddle:
             return saved if self._borrowed is None else self._borrowed.restore(saved)
         if saved.block is None:
             memory, first = self._tokens, self._tokens.storage_offset()
+            if saved.dtype is not memory.dtype:
+                first = first * memory.itemsize // saved.dtype.itemsize
+                memory = torch.empty(0, dtype=saved.dtype, device=memory.device).set_(memory.untyped_storage())
         else:
             num_bytes = saved.block.num_bytes // saved.dtype.itemsize * saved.dtype.itemsize
             memory, first = saved.block.device[:num_bytes].view(saved.dtype), 0
@@ -214,7 +220,8 @@ class SavedMiddle:
         if address is None:
             return tensor.detach()  # an output itself would keep the graph that saves it alive
         if self._is_input(tensor):
-            return _View(None, *place, tensor.storage_offset() - self._tokens.storage_offset())
+            behind = tensor.storage_offset() * tensor.itemsize - self._tokens.storage_offset() * self._tokens.itemsize
+            return _View(None, *place, behind // tensor.itemsize)
         if self._running is not None and self._running.second_input == address:
             self._running.input_is_saved = True
         block = self._blocks.get(address)
@@ -237,18 +244,19 @@ class SavedMiddle:
         return address
 
     def _is_input(self, tensor: torch.Tensor) -> bool:
-        return _address_of(tensor) == _address_of(self._tokens) and tensor.dtype is self._tokens.dtype
+        return _address_of(tensor) == _address_of(self._tokens)
 
-    def _begin_activation(self, _: nn.Module, __: Any, returned: tuple[torch.Tensor, Any]) -> None:
-        output, bias = returned
-        self._running = _Activation(output, bias, output._version)
+    def _begin_activation(self, _: nn.Module, __: Any, returned: Any) -> None:
+        output, bias = returned if isinstance(returned, tuple) else (returned, None)
+        self._running = _Activation(output, bias, output._version, isinstance(returned, tuple))
         self._activations.append(self._running)
 
     def _end_activation(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._running.second_input = _address_of(inputs[0])
 
-    def _leave_activation(self, *_: Any) -> None:
+    def _leave_activation(self, _: nn.Module, __: Any, returned: Any) -> None:
         running, self._running = self._running, None
+        running.ends_in_bias = isinstance(returned, tuple)
         if running.output._version != running.version:  # it is no longer what the activation began with
             running.blocks.clear()
         for block in running.blocks:
@@ -263,6 +271,8 @@ class _Again:
         self.hidden = 0
         """The hidden size of the experts' input, and so of their output."""
         self._input_is_saved = False
+        self.ends_in_bias = True
+        """Whether the second product of the activation under way returns a bias besides."""
         self._left: list[_Block] | None = None
         """The blocks that the activation under way has not saved yet; None: none runs, or it left none."""
         self._seen: dict[int, torch.Tensor] = {}
@@ -279,15 +289,15 @@ class _Again:
                     modules[name] = stand_in
             yield
 
-    def begin(self) -> tuple[torch.Tensor, Any]:
+    def begin(self) -> Any:
         """Returns what the first product returned."""
         one = next(self._activations, None)
         if one is None:
             raise _other_tensors()
         output = self._saved.unpack(one.output).detach().requires_grad_()
         self._left, self._seen[_address_of(output)] = one.blocks or None, output
-        self._input_is_saved = one.input_is_saved
-        return output, self._saved.unpack(one.bias)
+        self._input_is_saved, self.ends_in_bias = one.input_is_saved, one.ends_in_bias
+        return (output, self._saved.unpack(one.bias)) if one.has_bias else output
 
     def pack(self, tensor: torch.Tensor) -> None:
         """Puts what an operation saves in its place, if it is an activation's."""
@@ -318,7 +328,7 @@ class _First(nn.Module):
         super().__init__()
         self.again = again
 
-    def forward(self, tokens: torch.Tensor, *_: Any) -> tuple[torch.Tensor, Any]:
+    def forward(self, tokens: torch.Tensor, *_: Any) -> Any:
         self.again.hidden = tokens.size(-1)
         return self.again.begin()
 
@@ -328,10 +338,11 @@ class _Second(nn.Module):
         super().__init__()
         self.again = again
 
-    def forward(self, activated: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
+    def forward(self, activated: torch.Tensor, *_: Any) -> Any:
         self.again.end(activated)
         # One zero in the output's shape: nobody reads it, but the experts may put theirs together.
-        return activated.new_zeros(()).expand(*activated.shape[:-1], self.again.hidden), None
+        output = activated.new_zeros(()).expand(*activated.shape[:-1], self.again.hidden)
+        return (output, None) if self.again.ends_in_bias else output
 
 
 def addresses_of(tensors: Iterable[torch.Tensor]) -> set[int]:
