@@ -117,21 +117,21 @@ class ExpertCall:
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the outputs [R, H] of tokens [R, H], without a graph to the outside."""
+        if self._middle is Restore.KEEP and not self._hands_over:
+            return self._record(tokens, self._without_borrowed())
         self._autocast = _present_autocast(tokens.device.type)
         given = _versions(tokens, self._probs)
-        output = self._forward(tokens)
+        output = self._forward_to_be_restored(tokens)
         self._has_written = _versions(tokens, self._probs) != given
         return output
 
-    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _forward_to_be_restored(self, tokens: torch.Tensor) -> torch.Tensor:
         if self._middle is Restore.RECOMPUTE:
             states = self._experts.random_states()
             with torch.no_grad(), self._telling_halfway():
                 output = self._experts.run(tokens, self._tokens_per_expert, self._probs, self._experts.borrow())
             self._drawn_from = states if states.moved() else None
             return output
-        if self._middle is Restore.KEEP and not self._hands_over:
-            return self._record(tokens, self._without_borrowed())
         offloaded = self._experts.products if self._middle is Restore.OFFLOAD else ()
         with self._saved.reading(tokens), self._saved.noting_activations(offloaded):
             output = self._record(tokens, self._saved.hooks())
