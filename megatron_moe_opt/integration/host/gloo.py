@@ -230,7 +230,8 @@ def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
                 work = original(tensor_list, tensor, group=group, async_op=True)
             return None if work is None else _hand_over(HostWork("all_gather", group, work), async_op)
         counts = [part.numel() for part in tensor_list]
-        pending = start_all_gather_rows(tensor.reshape(-1), counts, group)
+        with named_errors("all_gather", group):
+            pending = start_all_gather_rows(tensor.reshape(-1), counts, group)
 
         def fill() -> None:
             for part, gathered in zip(tensor_list, pending.wait().split(counts), strict=True):
@@ -248,7 +249,8 @@ def _start_reduce_scatter(
     scale = _scale_of(op, group)
     if scale is None and op != dist.ReduceOp.SUM:
         raise ValueError(f"{name}: reduction {op} is not supported on the host, use SUM or AVG")
-    pending = start_reduce_scatter_rows(rows, counts, group)
+    with named_errors(name, group):
+        pending = start_reduce_scatter_rows(rows, counts, group)
 
     def fill() -> None:
         total = pending.wait()

@@ -231,11 +231,11 @@ def _let_samples_move(layer: Any) -> None:
     names = tuple(inspect.signature(forward_mlp).parameters)[1:]
     is_handed_over = False
 
-    def handing_over(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def handing_over(packed: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal is_handed_over
         if balances and hidden_states.size(1) > 1:
             say_once("netmoe", "aux_loss", lambda: _AUX_LOSS)
-        residual = _as_experts_take_it(layer, hidden_states, _named(names, args, kwargs).get("packed_seq_params"))
+        residual = _as_experts_take_it(layer, hidden_states, packed)
         residual = split_over_tp(residual, moe.tp_group) if replicated else residual
         _dispatcher_of(layer).hand_over(residual, learn=layer.training)
         moe.moe_layer_recompute = False  # with the norm, below: its input goes along
@@ -250,13 +250,16 @@ def _let_samples_move(layer: Any) -> None:
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         from megatron.core import tensor_parallel
 
+        given = _named(names, args, kwargs)
         # Text generation cuts what it gives to a MoE layer (--mlp-chunks-for-prefill), and all its samples are at home.
-        generates = _named(names, args, kwargs).get("inference_context") is not None
-        if generates or _placement_of(layer) is None:
+        if given.get("inference_context") is not None or _placement_of(layer) is None:
             return forward_mlp(hidden_states, *args, **kwargs)
+        packed = given.get("packed_seq_params")
         if not recomputes:
-            return handing_over(hidden_states, *args, **kwargs)
-        return tensor_parallel.checkpoint(lambda hidden: handing_over(hidden, *args, **kwargs), False, hidden_states)
+            return handing_over(packed, hidden_states, *args, **kwargs)
+        return tensor_parallel.checkpoint(
+            lambda hidden: handing_over(packed, hidden, *args, **kwargs), False, hidden_states
+        )
 
     @functools.wraps(post_mlp)
     def post(mlp_output_with_bias: tuple[torch.Tensor, Any], residual: torch.Tensor, *state: Any) -> torch.Tensor:

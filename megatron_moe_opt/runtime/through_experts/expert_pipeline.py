@@ -8,6 +8,7 @@ that whatever waits for a gradient (DDP, the distributed optimizer) gets it once
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ class _Pass:
                 return steps.call(self.shared.run_first if op.reads[0] == SHARED_TOKENS else self.shared.run_second)
             if op.kind is Kind.COMPUTE:
                 tokens = buffers.rows(op.reads[0], j)
-                return steps.call(lambda: compute(j, tokens))
+                return steps.call(partial(compute, j, tokens))
             if op.kind is Kind.OFFLOAD and target == "host_tokens":
                 tokens = buffers.rows(op.reads[0], j)
                 return steps.call(lambda: self.host_tokens.update({j: HostCopyOf(tokens)}))
@@ -226,8 +227,7 @@ class _Pass:
                 return steps.call(self.shared.backward_of_first)
             if op.kind is Kind.GRADIENT:
                 tokens, *_, grad_output = op.reads
-                arguments = buffers.rows(tokens, j), buffers.rows(grad_output, j)
-                return steps.call(lambda: gradient(j, *arguments))
+                return steps.call(partial(gradient, j, buffers.rows(tokens, j), buffers.rows(grad_output, j)))
             if op.kind is Kind.COMPUTE:
                 tokens = buffers.rows(op.reads[0], j)
                 return steps.call(lambda: self.calls[j].recompute(tokens))
