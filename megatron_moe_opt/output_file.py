@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from megatron_moe_opt.errors import ConfigurationError
+
+Named = tuple[str, str | Path | None]
+"""A flag, and the file that it names; None: it was not given."""
 
 
 @contextmanager
@@ -65,10 +68,13 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_output_file(flag: str, file: str | Path | None, make_folder: bool = False) -> None:
+def check_output_file(
+    flag: str, file: str | Path | None, make_folder: bool = False, others: Iterable[Named] = ()
+) -> None:
     """Refuses a file that could not be written, without making or changing it. None, no file, passes.
 
     Args:
+        others: what else is read or written, none of which the file may be: it would take its place.
         make_folder: make the folder of the file where it is not there.
 
     Raises:
@@ -84,6 +90,9 @@ def check_output_file(flag: str, file: str | Path | None, make_folder: bool = Fa
             raise ConfigurationError(f"{flag} {file} is a folder: name a file in it")
         if not folder.is_dir():
             raise ConfigurationError(f"{flag} {file}: its folder does not exist; create it or choose another")
+        for name, other in others:
+            if other is not None and os.path.realpath(other) == os.path.realpath(file):
+                raise ConfigurationError(f"{flag} {file} is the file of {name}, which it would replace: name another")
         old = _status(file)
         if old is not None:
             _check_may_write(file, old)

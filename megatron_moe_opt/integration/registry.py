@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -71,8 +72,10 @@ _is_aside = False
 """Whether the layers that are being built are none of the run's."""
 _is_alone = False
 """Whether layers are being built without a model around them, so that nobody sums their gradients over ranks."""
-_compared: dict[tuple[int, ...], Facts] = {}
-"""The facts in which the ranks of a group were found to agree."""
+_compared: dict[tuple[int, ...], tuple[weakref.ref[Any], Facts]] = {}
+"""The configuration for which the ranks of a group compared what they were told last, and the facts in which they were
+found to agree.
+"""
 
 
 def register(options: Options | None = None, refuse_unread: bool = False) -> None:
@@ -317,7 +320,8 @@ def _start_board_with_models() -> None:
 
 def _compare(joint: ProcessGroup, name: str, config: Any) -> None:
     """Has the ranks of a layer's groups compare what they were told, and those that hold the same experts, whose
-    gradients are summed. Once: it is the same for the next layers.
+    gradients are summed. Once a model, whose layers have one configuration: whether the next layer's is that one, all
+    ranks know alike, but not whether its facts are those of the model before.
 
     Raises:
         DisagreementError: on all of them.
@@ -328,9 +332,10 @@ def _compare(joint: ProcessGroup, name: str, config: Any) -> None:
     replicas = parallel_state.get_expert_data_parallel_group(check_initialized=False)
     for group in (joint, replicas):
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
-        if len(ranks) > 1 and _compared.get(ranks) != facts:
+        known = _compared.get(ranks)
+        if len(ranks) > 1 and (known is None or known[0]() is not config or known[1] != facts):
             check_alike(ranks, facts)
-            _compared[ranks] = facts
+            _compared[ranks] = weakref.ref(config), facts
 
 
 def _groups_of(stock: Any) -> ExpertGroups:

@@ -15,7 +15,7 @@ from megatron_moe_opt.topology.agreement import known_to_all
 from megatron_moe_opt.topology.domains import ExpertDomains, find_levels
 from megatron_moe_opt.topology.group_cache import nodes_of
 from megatron_moe_opt.topology.layouts import Groups
-from megatron_moe_opt.topology.process_groups import refine
+from megatron_moe_opt.topology.process_groups import is_destroyed, refine
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ def domain_groups(ep: ProcessGroup, domains: ExpertDomains, user: object) -> Dom
     Args:
         user: who uses them, for as long as it lives or until leave_domain_groups. On all ranks alike.
     """
+    for key in [key for key in _made if is_destroyed(key[0])]:
+        del _made[key]  # with all groups of the job, between two trainings in one process
     release_domain_groups(ep)
     if (ep, domains) not in _made:
         _made[ep, domains] = _Made(_make(ep, domains))

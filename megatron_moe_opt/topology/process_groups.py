@@ -54,6 +54,15 @@ def refine(group: ProcessGroup, members: Sequence[int], what: str) -> ProcessGro
     return refined
 
 
+def is_destroyed(group: ProcessGroup) -> bool:
+    """Whether a process group has been destroyed, or all groups have."""
+    try:
+        dist.get_rank(group)
+    except ValueError:
+        return True
+    return False
+
+
 def all_let_go() -> None:
     """Waits until all ranks of the world have done with their groups, and threads of this one's hold no tensor.
 

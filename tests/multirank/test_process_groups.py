@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_moe_opt.options import Options
 from tests.ranks.devices import rank_device
-from tests.ranks.pool import RankFailure
+from tests.ranks.pool import RankFailure, RankPool
 
 
 def refined() -> None:
@@ -146,3 +147,37 @@ def test_the_timeout_of_the_run_is_that_of_travelling_experts(doomed_ranks):
     assert [rank for rank, *_ in caught.value.errors] == [0, 1, 2]
     for _, kind, message in caught.value.errors:
         assert kind == "LaneError" and "group expert migration: experts, level 0" in message
+
+
+def two_trainings(folder: Path) -> None:
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.auto.auto_layer import current_controller
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from megatron_moe_opt.topology import domain_groups
+    from tests.ranks import megatron
+
+    def layers() -> list[Any]:
+        with megatron.parallel(ep=2):
+            names = ("auto", "expert-migration")
+            return [build_layer(megatron.moe_config(moe_token_dispatcher_type=name)) for name in names]
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    megatron_moe_opt.register(Options(network_levels=(2,)))
+    before, planned = layers(), current_controller()
+    dist.destroy_process_group()
+    megatron._layouts.clear()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    after = layers()
+    assert current_controller() is not planned
+    assert [layer.layer for layer in current_controller().layers] == after[:1]
+    assert {group for group, _ in domain_groups._made} == {after[1].token_dispatcher.dispatcher.groups.ep}
+    del before  # whose groups are gone while it lives
+
+
+def test_a_training_knows_nothing_of_groups_that_are_gone(tmp_path):
+    """Its trials would wait in groups of the training before, or end in an error there."""
+    pool = RankPool(world=2)
+    try:
+        pool.run(two_trainings, folder=tmp_path)
+    finally:
+        pool.close()

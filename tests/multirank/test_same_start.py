@@ -15,9 +15,17 @@ from tests.ranks.pool import RankFailure
 
 
 def build(
-    dispatcher: str, ours: dict[str, Any], theirs: dict[str, Any], odd: tuple[int, ...] = (2,), ep: int = 4
+    dispatcher: str,
+    ours: dict[str, Any],
+    theirs: dict[str, Any],
+    odd: tuple[int, ...] = (2,),
+    ep: int = 4,
+    is_second: bool = False,
 ) -> None:
-    """A layer of each rank; `theirs` is what odd ranks are told: options, or fields of the configuration, or both."""
+    """A layer of each rank; `theirs` is what odd ranks are told: options, or fields of the configuration, or both.
+
+    `is_second`: all ranks have built one before that was told `ours`.
+    """
     import megatron_moe_opt
     from megatron_moe_opt.integration import start_facts
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
@@ -30,6 +38,8 @@ def build(
         patch.setattr(start_facts, "__version__", told.get("version", "1"))
         megatron_moe_opt.register(Options(**options))
         try:
+            if is_second:
+                build_layer(moe_config(moe_token_dispatcher_type=dispatcher, **ours))
             build_layer(moe_config(**{"moe_token_dispatcher_type": dispatcher} | config))
         finally:
             megatron_moe_opt.register()
@@ -69,6 +79,13 @@ def test_ranks_that_differ_are_told_in_what(ranks, dispatcher, ours, theirs, sen
         assert kind == "DisagreementError" and "\n" not in message
         assert message.startswith("the ranks are not started alike: ") and sentence in message
         assert ": give all ranks the same" in message
+
+
+def test_ranks_that_differ_in_a_second_model_are_told(ranks):
+    """Though most of them are told what they were for the first one, in which they agreed."""
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(build, dispatcher="monta", ours={}, theirs={"moe_router_topk": 3}, is_second=True)
+    assert [kind for _, kind, _ in caught.value.errors] == ["DisagreementError"] * 4
 
 
 def test_replicas_that_differ_are_told(ranks, tmp_path: Path):

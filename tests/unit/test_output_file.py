@@ -100,6 +100,12 @@ def test_a_place_that_cannot_be_written_to_is_refused_and_left_as_it_is(tmp_path
         with pytest.raises(ConfigurationError, match=f"^--log {folder}/log cannot be written .Not a directory.: "):
             check_output_file("--log", folder / "log", make_folder=True)
     check_output_file("--log", tmp_path / "file")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(
+        ConfigurationError, match=f"^--log {tmp_path}/link is the file of --in, which it would replace: "
+    ):
+        check_output_file("--log", tmp_path / "link", others=[("--none", None), ("--in", tmp_path / "file")])
+    (tmp_path / "link").unlink()
     check_output_file("--log", tmp_path / "new" / "log", make_folder=True)
     check_output_folder("--save", tmp_path / "new" / "save")
     assert (tmp_path / "file").read_text() == "content"

@@ -268,11 +268,27 @@ def test_what_does_not_fit_is_not_advised(run, tmp_path):
         r"--expert-tp to have a layout searched that fits, take more GPUs, or --recompute full",
         output.splitlines()[-1],
     )
+    _, output, _ = run(mixtral, "--world 64 --ep 1 --recompute full")
+    assert output.splitlines()[-1].endswith("to have a layout searched that fits, take more GPUs")
     code, _, error = run(mixtral, f"--world 64 --ep 1 --output {tmp_path}/plan.json")
     assert code == 2 and "there is nothing to run by: It does not fit" in error
     assert not (tmp_path / "plan.json").exists()
     code, _, error = run("--cluster h100-ib400 --model deepseek-v3-like --world 8")
     assert code == 2 and re.search(r"no layout holds the model, a GPU of the smallest would need [0-9.]+ GiB", error)
+
+
+def test_a_file_of_the_command_is_not_written_over(run, tmp_path):
+    """Neither the lanes by the plan, nor a profile by either."""
+    profile, model = tmp_path / "cluster.json", "--model mixtral-8x7b --world 64 --ep 8"
+    profile.write_text("kept")
+    for cluster, files, flags in (
+        ("h100-ib400", f"--lanes {tmp_path}/plan.json --output {tmp_path}/plan.json", ("output", "lanes")),
+        (profile, f"--output {profile}", ("output", "cluster")),
+        (profile, f"--lanes {profile}", ("lanes", "cluster")),
+    ):
+        code, _, error = run(f"--cluster {cluster} {model}", files)
+        assert code == 2 and re.search("--{} .* is the file of --{}, which it would replace".format(*flags), error)
+    assert profile.read_text() == "kept"
 
 
 @pytest.mark.parametrize(

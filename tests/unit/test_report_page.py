@@ -222,6 +222,8 @@ def test_what_is_written_is_read_again(tmp_path):
     content = json.loads(file.read_text())
     assert content["balance"]["of_expert"][0] == 3100 and content["predicted"]["seconds"]["monta:O3x4"] == 0.377
     assert [entry["verdict"] for entry in content["results"][1:3]] == ["faster", "faster"]
+    with pytest.raises(ConfigurationError, match="is the file of the benchmark, which it would replace: name another"):
+        write_page(file, file)
     for _ in range(2):  # again over the old page
         write_page(file, page)
     assert page.read_text() == render_page(report)
@@ -234,6 +236,7 @@ def test_what_is_written_is_read_again(tmp_path):
         (lambda content: content.update(version=0), "version 0 cannot be read"),
         (lambda content: content["nodes"].pop("node_of"), "nodes: node_of is missing"),
         (lambda content: content["settings"].update(tokens="x"), 'settings.tokens: "x" is not of type int'),
+        (lambda content: content["results"][0].update(seconds=[float("nan")]), "seconds.0.: nan is no number"),
         (lambda content: content["recorded"].update(monta=1), "recorded.monta: 1 is not an object"),
     ],
 )

@@ -44,14 +44,14 @@ def bench(
     ] = "uniform",
     capacity_factor: Annotated[
         float | None,
-        typer.Option(min=0.0, callback=finite, help="Drop what exceeds this capacity.", show_default="dropless"),
+        typer.Option(min=0.001, callback=finite, help="Drop what exceeds this capacity.", show_default="dropless"),
     ] = None,
     pad_to_capacity: Annotated[
         bool, typer.Option("--pad-to-capacity", help="Pad every expert to its capacity.")
     ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them.")] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of weights, inputs and routing.")] = 1,
+    seed: Annotated[int, typer.Option(max=2**31 - 1, help="Seed of weights, inputs and routing.")] = 1,
     dispatch_only: Annotated[
         bool, typer.Option("--dispatch-only", help="Dispatch and combine alone, without router and experts.")
     ] = False,

@@ -63,7 +63,7 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
         RuntimeError: a dispatcher's results differ from the baseline's by more than the numerics contract allows.
     """
     begin()
-    check_output_file("--output", json_file)
+    check_output_file("--output", json_file, others=[("--profile", settings.profile)])
     chosen_by_it = any(split_wire(name)[0].rpartition(":")[2] == AUTO for name in settings.dispatchers)
     if settings.profile is not None and not chosen_by_it and json_file is None:
         raise ConfigurationError(

@@ -65,10 +65,11 @@ def does_not_fit(case: Case) -> str:
     """Returns that no candidate fits into a GPU's memory, and what to do."""
     least = min(case.candidates, key=case.memory)
     known = case.site.memory
+    recompute = "" if case.settings.recompute == "full" else ", or --recompute full"
     return (
         f"It does not fit: {least.variant} needs {case.memory(least) / GIB:.1f} GiB, and {FITS:.0%} of a GPU's "
         f"{known / GIB:.1f} are {FITS * known / GIB:.1f}: leave out --tp, --pp, --ep and --expert-tp to have a layout "
-        "searched that fits, take more GPUs, or --recompute full"
+        f"searched that fits, take more GPUs{recompute}"
     )
 
 

@@ -57,9 +57,9 @@ class Drawing:
     """The candidates to draw, one under the other; empty: the chosen one."""
     files: tuple[Path, ...]
 
-    def check(self) -> None:
+    def check(self, settings: PlanSettings) -> None:
         """Refuses, with ConfigurationError, files that cannot be written, and a candidate without a file."""
-        check_timeline_files("--lanes", self.files)
+        check_timeline_files("--lanes", self.files, [("--cluster", settings.cluster)])
         if self.variants and not self.files:
             raise ConfigurationError(f"--draw {','.join(self.variants)} has no file to draw in: give --lanes FILE")
 
@@ -81,8 +81,9 @@ def report_plan(
         ConfigurationError: settings that contradict each other, a file that cannot be written, or a plan to write of
             what does not fit.
     """
-    check_output_file("--output", output)
-    drawing.check()
+    drawing.check(settings)
+    lanes = [("--lanes", file) for file in drawing.files]
+    check_output_file("--output", output, others=[("--cluster", settings.cluster), *lanes])
     flag = f"--output {output}" if output is not None else "--explain" if explain else None
     if flag is None and drawing.files:
         flag = f"--lanes {drawing.files[0]}"

@@ -41,7 +41,7 @@ def write_page(measured: Path, page: Path) -> None:
     Raises:
         ConfigurationError: the file is none, or the page cannot be written.
     """
-    check_output_file("--output", page)
+    check_output_file("--output", page, others=[("the benchmark", measured)])
     write_text_whole(page, render_page(read_report(measured)))
     say_written(page, report_console())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -70,4 +71,6 @@ def _value(kind: Any, place: JsonPlace) -> Any:
         return Path(place.word())
     if type(place.value) not in _PLAIN[kind]:
         place.refuse(f"{json.dumps(place.value)[:40]} is not of type {kind.__name__}")
+    if kind is float and not math.isfinite(place.value):
+        place.refuse(f"{place.value} is no number")
     return kind(place.value)

@@ -57,7 +57,7 @@ def layer_timeline(settings: LayerSettings, rank: int | None, files: Sequence[Pa
         ConfigurationError: settings that cannot work, before anything runs.
     """
     world = begin()
-    check_timeline_files("--output", files)
+    check_timeline_files("--output", files, [("--profile", settings.profile)])
     if rank is not None and rank >= world:
         raise ConfigurationError(f"--rank {rank} is not one of the {world} ranks of this run: choose 0 to {world - 1}")
     cluster = check(settings)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_moe_opt.cli.console import say_written, table_of
-from megatron_moe_opt.output_file import check_output_file
+from megatron_moe_opt.output_file import Named, check_output_file
 from megatron_moe_opt.schedules.picture import check_picture, write_picture
 from megatron_moe_opt.schedules.schedule import Lane
 from megatron_moe_opt.schedules.timeline import Timeline, overlap
@@ -18,10 +18,12 @@ from megatron_moe_opt.schedules.trace import write_trace
 TRACE = ".json"
 
 
-def check_timeline_files(option: str, files: Sequence[Path]) -> None:
-    """Refuses, with ConfigurationError, files that cannot be written and pictures that cannot be drawn."""
+def check_timeline_files(option: str, files: Sequence[Path], others: Sequence[Named] = ()) -> None:
+    """Refuses, with ConfigurationError, files that cannot be written, or are among `others`, which are read, and
+    pictures that cannot be drawn.
+    """
     for file in files:
-        check_output_file(option, file)
+        check_output_file(option, file, others=others)
         if file.suffix != TRACE:
             check_picture(file)
 

@@ -88,7 +88,7 @@ def generate(
     layers: Annotated[int, typer.Option(min=2, help="MoE layers.")] = 4,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sample; the table's have 1024.")] = 1024,
     topk: Annotated[int, typer.Option(min=1, max=32, help="Experts of a token; the table's have 2.")] = 2,
-    seed: Annotated[int, typer.Option(help="Decides everything that is random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Decides everything that is random.")] = 0,
 ) -> None:
     """Draw a routing trace with the locality of a row of NetMoE's Table 5.
 

@@ -36,7 +36,7 @@ def report_replay(path: Path, nodes: int, ranks_per_node: int, expert_order: Pat
     Raises:
         ConfigurationError: files that cannot be used or written, sizes that do not fit.
     """
-    check_output_file("--output", output)
+    check_output_file("--output", output, others=[("the trace", path), ("--expert-order", expert_order)])
     if output is not None:
         check_picture(output)
     trace = read_routing_trace(path)
@@ -69,7 +69,7 @@ def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path) -> No
     Raises:
         ConfigurationError: files that cannot be used or written, sizes that do not fit, a trace that is too short.
     """
-    check_output_file("--output", output)
+    check_output_file("--output", output, others=[("the trace", path)])
     trace = read_routing_trace(path)
     _check_sizes(path, trace, nodes, ranks_per_node)
     if trace.num_passes < 2:

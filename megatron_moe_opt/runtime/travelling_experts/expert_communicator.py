@@ -72,6 +72,7 @@ class ExpertCommunicator:
         self._due: weakref.ref[MigratedExperts] | None = None
         """The first layer of a step whose weights nobody has gathered since they were updated."""
         self._due_in: int | None = None
+        """The number of its model; None: not known."""
         self._last: weakref.ref[MigratedExperts] | None = None
         self._on_the_way: weakref.WeakSet[MigratedExperts] = weakref.WeakSet()
         """The layers that the present micro-batch has passed: until one comes again, or a backward pass."""
