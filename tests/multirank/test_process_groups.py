@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_moe_opt.options import Options
 from tests.ranks.devices import rank_device
-from tests.ranks.pool import RankFailure, RankPool
+from tests.ranks.pool import RankFailure
 
 
 def refined() -> None:
@@ -161,12 +161,12 @@ def two_trainings(folder: Path) -> None:
             names = ("auto", "expert-migration")
             return [build_layer(megatron.moe_config(moe_token_dispatcher_type=name)) for name in names]
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+    backend, rank, world = dist.get_backend(), dist.get_rank(), dist.get_world_size()
     megatron_moe_opt.register(Options(network_levels=(2,)))
     before, planned = layers(), current_controller()
     dist.destroy_process_group()
     megatron._layouts.clear()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
     after = layers()
     assert current_controller() is not planned
     assert [layer.layer for layer in current_controller().layers] == after[:1]
@@ -174,10 +174,6 @@ def two_trainings(folder: Path) -> None:
     del before  # whose groups are gone while it lives
 
 
-def test_a_training_knows_nothing_of_groups_that_are_gone(tmp_path):
+def test_a_training_knows_nothing_of_groups_that_are_gone(doomed_ranks, tmp_path):
     """Its trials would wait in groups of the training before, or end in an error there."""
-    pool = RankPool(world=2)
-    try:
-        pool.run(two_trainings, folder=tmp_path)
-    finally:
-        pool.close()
+    doomed_ranks.run(two_trainings, folder=tmp_path)

@@ -18,7 +18,7 @@ from megatron_moe_opt.schedules.trace import write_trace
 TRACE = ".json"
 
 
-def check_timeline_files(option: str, files: Sequence[Path], others: Sequence[Named] = ()) -> None:
+def check_timeline_files(option: str, files: Sequence[Path], others: Sequence[Named]) -> None:
     """Refuses, with ConfigurationError, files that cannot be written, or are among `others`, which are read, and
     pictures that cannot be drawn.
     """

@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
-
 from megatron_moe_opt.integration.auto.controller import Controller
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
 from megatron_moe_opt.integration.micro_batches import follow_micro_batches
@@ -21,28 +18,25 @@ from megatron_moe_opt.integration.optimizer_step import (
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
-from megatron_moe_opt.topology.process_groups import is_destroyed
 
 _controller: Controller | None = None
-_world: ProcessGroup | None = None
-"""All ranks, between which the controller's layers were built or trained; None: not yet."""
 
 
 def new_controller() -> None:
     """Has layers that are built from now on planned by themselves."""
-    global _controller, _world
-    _controller = _world = None
+    global _controller
+    _controller = None
 
 
 @contextmanager
 def controller_aside() -> Iterator[None]:
     """Keeps layers that are built inside the block apart from the present controller."""
-    global _controller, _world
-    outside, (_controller, _world) = (_controller, _world), (None, None)
+    global _controller
+    outside, _controller = _controller, None
     try:
         yield
     finally:
-        _controller, _world = outside
+        _controller = outside
 
 
 def controller_of(config: Any, options: Options) -> Controller:
@@ -51,22 +45,13 @@ def controller_of(config: Any, options: Options) -> Controller:
     Where all process groups have been destroyed since, as between two trainings in one process, it is another one.
     """
     global _controller
-    if _world is not None and is_destroyed(_world):
-        new_controller()
-    _note_world()
-    if _controller is None:
+    if _controller is None or _controller.is_over():
         _controller = Controller(config, options)
         follow_micro_batches()  # before the training loop asks for its schedule, once
         before_optimizer_step(_before_step)  # before what travels is sent, which is asked for later
         after_optimizer_step(_after_step)
         after_optimizer_step(_after_skipped_step, updated=False)
     return _controller
-
-
-def _note_world() -> None:
-    global _world
-    if _world is None and dist.is_initialized():
-        _world = dist.group.WORLD
 
 
 def current_controller() -> Controller | None:
@@ -95,10 +80,10 @@ def _after_skipped_step() -> None:
 def _step_ended(of_planned_model: Callable[[Controller], None]) -> None:
     if _controller is None:
         return
-    _note_world()  # ranks without a layer too, whose configuration may have come before the groups
     refuse_lone_skips(
         "--moe-token-dispatcher-type auto counts the optimizer's steps with all ranks", "name a dispatcher"
     )
+    _controller.note_world()  # on ranks without a layer too, whose configuration may have come before the groups
     of_planned_model(_controller) if _is_of_planned_model() else _controller.clock.others_step_ended()
 
 

@@ -81,6 +81,7 @@ from megatron_moe_opt.systems import moves_samples, system_of
 from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS
 from megatron_moe_opt.topology.agreement import found_by_first, known_to_all
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
+from megatron_moe_opt.topology.process_groups import is_destroyed
 from megatron_moe_opt.variants import split_variant
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ class Controller:
         self._drift: Drift | None = None
         """Watches the steps after the last trials; None: there were none."""
         self._plan_is_agreed = False
+        self._world: dist.ProcessGroup | None = dist.group.WORLD
+        """All ranks, between which layers were built or trained; None: not yet."""
         stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
         self.clock = StepClock(self._now, stages, chunks)
         if options.plan is not None:
@@ -140,8 +143,18 @@ class Controller:
         """Returns the variant that the layers of this rank run; None: this rank has no such layers."""
         return self.layers[0].current if self.layers else None
 
+    def note_world(self) -> None:
+        """Learns between which ranks this is, once there are process groups."""
+        if self._world is None:
+            self._world = dist.group.WORLD
+
+    def is_over(self) -> bool:
+        """Whether all process groups have been destroyed since, as between two trainings in one process."""
+        return self._world is not None and is_destroyed(self._world)
+
     def add(self, layer: PlannedLayer) -> None:
         """Takes a layer that has just been built; by a plan.json, it runs as planned from the start."""
+        self.note_world()
         if self.first_step is not None:
             say_once(AUTO, "later layers", later_layers_line)
         self.layers.append(layer)
