@@ -10,9 +10,32 @@ namespace moe_opt {
 namespace pipeline {
 namespace {
 
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
 // Messages between two ranks of a group arrive in the order in which they were sent, and a schedule gives every rank of
 // a group the same order: one tag serves all. It only has to differ from the tags of other users of the group.
 constexpr int kTag = 0x6d6f65;
+
+// The groups of exchanges that were given up or failed. Their messages may still be under way, and a later exchange
+// would take them for its own: with rows of the same size without a word.
+class SpoiltGroups {
+ public:
+  void add(const Group& group) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    groups_.emplace_back(group);
+  }
+
+  bool contains(const Group& group) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::any_of(groups_.begin(), groups_.end(), [&](const auto& one) { return one.lock() == group; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<c10::weak_intrusive_ptr<c10d::ProcessGroup>> groups_;
+};
+
+SpoiltGroups spoilt;
 
 }  // namespace
 
@@ -74,6 +97,11 @@ void Exchange::join() {
 }
 
 void Exchange::begin_on_gloo(c10d::Backend& backend) {
+  if (spoilt.contains(group_)) {
+    throw std::runtime_error(
+        "messages of an exchange that failed may still be under way in it: make its group anew, "
+        "or start the job again");
+  }
   const int rank = group_->getRank(), size = group_->getSize();
   std::vector<Transfer> transfers;
   const auto issue = [&](int peer, bool receives) {
@@ -104,12 +132,16 @@ void Exchange::finish() {
   }
   for (const auto& [work, peer] : transfers) {
     bool complete = false;
+    std::string reason = "given up";
     try {
       complete = work->wait();
     } catch (const std::exception& error) {
-      throw PeerError(error.what(), peer);
+      reason = error.what();
     }
-    if (!complete) throw PeerError("given up", peer);
+    if (!complete) {
+      spoilt.add(group_);
+      throw PeerError(reason, peer);
+    }
   }
 }
 

@@ -3,7 +3,8 @@
 // On a CPU every lane is a thread that lives as long as the executor; the thread that calls run() is one of the lanes.
 // An op that fails stops all lanes: ops that have not started never start, and those that wait for other ranks are
 // told to give up. run() returns when no op is running any more, and the executor can be used again. A process group on
-// which an exchange failed cannot: what its ranks have sent and posted no longer fits together.
+// which an exchange failed cannot, and Gloo's are refused (exchange.cpp): what its ranks have sent and posted no longer
+// fits together.
 #pragma once
 
 #include <atomic>
