@@ -80,10 +80,7 @@ class JsonPlace:
 
     def fields(self, *names: str, optional: Sequence[str] = ()) -> dict[str, JsonPlace]:
         """Returns the fields of an object that has exactly these, and maybe the optional ones: null where missing."""
-        found = self.object()
-        for name in names:
-            if name not in found:
-                self.refuse(f"{name} is missing")
+        found = self.object(*names)
         for name in found.keys() - {*names, *optional}:
             found[name].refuse("unknown field")
         return {name: self._inside(name, None) for name in optional} | found
@@ -92,10 +89,13 @@ class JsonPlace:
         """Returns what `read` makes of this place; `otherwise`, where the value is null."""
         return otherwise if self.value is None else read(self)
 
-    def object(self) -> dict[str, JsonPlace]:
-        """Returns the fields of an object, each as a place."""
+    def object(self, *names: str) -> dict[str, JsonPlace]:
+        """Returns the fields of an object, each as a place; it has these, and maybe others."""
         if not isinstance(self.value, dict):
             self.refuse(f"{_shown(self.value)} is not an object")
+        for name in names:
+            if name not in self.value:
+                self.refuse(f"{name} is missing")
         return {key: self._inside(key, value) for key, value in self.value.items()}
 
     def by_number(self) -> dict[int, JsonPlace]:
@@ -133,6 +133,13 @@ class JsonPlace:
         if not 0 < number < math.inf or number > most:
             limit = "finite" if most == math.inf else f"at most {most:g}"
             self.refuse(f"{_shown(self.value)} is not above 0 and {limit}")
+        return number
+
+    def finite(self) -> float:
+        """Returns a finite number."""
+        number = self._number()
+        if not math.isfinite(number):
+            self.refuse(f"{_shown(self.value)} is not finite")
         return number
 
     def not_negative(self) -> float:

@@ -19,12 +19,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_moe_opt.cli.report.saved_report import read_report, write_report
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.workloads import load_trace
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.offline.expert_order import ExpertOrder, read_expert_order, write_expert_order
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.traces.routing_trace import read_routing_trace, write_routing_trace
+from tests.unit.report_cases import made_report
 from tests.unit.test_cluster_file import CLUSTER
 from tests.unit.test_plan_file import PLAN
 from tests.unit.trace_cases import random_trace
@@ -146,6 +148,7 @@ def read_choices(path: Path) -> torch.Tensor:
 FILES: dict[str, tuple[Callable, Callable, Callable]] = {
     "cluster.json": (CLUSTER.save, Cluster.load, damaged_json),
     "plan.json": (PLAN.save, Plan.load, damaged_json),
+    "layer.json": (lambda path: write_report(path, made_report()), read_report, damaged_json),
     "order.json": (
         lambda path: write_expert_order(path, ExpertOrder(4, 1, 2, {1: (0, 2, 1, 3), 3: (0, 1, 2, 3)})),
         read_expert_order,

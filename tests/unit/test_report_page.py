@@ -11,7 +11,7 @@ import pytest
 
 from megatron_moe_opt.cli.bench.predicted import Predicted
 from megatron_moe_opt.cli.bench.recorded_step import RecordedStep
-from megatron_moe_opt.cli.report.measured_layer import conditions, times_table, traffic_table
+from megatron_moe_opt.cli.report.measured_layer import FACTS, conditions, times_table, traffic_table
 from megatron_moe_opt.cli.report.page import headline, render_page, write_page
 from megatron_moe_opt.cli.report.saved_report import read_report, write_report
 from megatron_moe_opt.errors import ConfigurationError
@@ -235,8 +235,23 @@ def test_what_is_written_is_read_again(tmp_path):
         (lambda content: content.update(format="x"), "line 1: not a file of moe-opt bench -o: measure with"),
         (lambda content: content.update(version=0), "version 0 cannot be read"),
         (lambda content: content["nodes"].pop("node_of"), "nodes: node_of is missing"),
-        (lambda content: content["settings"].update(tokens="x"), 'settings.tokens: "x" is not of type int'),
-        (lambda content: content["results"][0].update(seconds=[float("nan")]), "seconds.0.: nan is no number"),
+        (lambda content: content["settings"].update(tokens="x"), 'settings.tokens: "x" is not an integer of at least'),
+        (lambda content: content["settings"].update(tp=True), "settings.tp: true is not an integer of at least 0"),
+        (lambda content: content["settings"].update(dtype=1), "settings.dtype: 1 is not of type str"),
+        *(
+            (lambda content, name=name: content["environment"].pop(name), rf"line \d+, environment: {name} is missing")
+            for name in FACTS
+        ),
+        (lambda content: content["results"][0].update(seconds=[float("nan")]), "seconds.0.: NaN is not above 0"),
+        (lambda content: content["results"][0]["seconds"].append(-1), r"results.0..seconds.5.: -1 is not above 0 and"),
+        (lambda content: content["results"][1].update(ratios=[0]), "ratios.0.: 0 is not above 0 and finite"),
+        (lambda content: content["results"][1].update(ratios=[]), "ratios: nothing was measured"),
+        (lambda content: content["results"][1]["wire_limit"].update(seconds=0), "wire_limit.seconds: 0 is not above 0"),
+        (lambda content: content["results"][1]["traffic"][0].update(bytes=10**400), "bytes: .* is more than 64 bits"),
+        (lambda content: content["results"][2].update(output_difference=10**400), "output_difference: .* not finite"),
+        (lambda content: content["predicted"]["seconds"].update(alltoall=0.0), "seconds.alltoall: 0.0 is not above 0"),
+        (lambda content: content.update(results=[]), "results: nothing was measured"),
+        (lambda content: content["balance"].update(of_rank=[0, 0]), "balance.of_rank: nothing was measured"),
         (lambda content: content["recorded"].update(monta=1), "recorded.monta: 1 is not an object"),
     ],
 )

@@ -21,6 +21,9 @@ from megatron_moe_opt.runtime.observed.traffic_rows import INTER_NODE, INTRA_NOD
 from megatron_moe_opt.topology.nodes import NodeMap
 
 FASTER, SLOWER, CANNOT_TELL = "faster", "slower", "cannot tell"
+SOFTWARE = ("megatron-moe-opt", "megatron-core", "torch")
+FACTS = (*SOFTWARE, "world size", "device", "backend", "cpus", "threads of a rank", "ep")
+"""What a report's environment must say, since its conditions tell it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def print_report(report: LayerReport, console: Console) -> None:
 def conditions(report: LayerReport) -> list[str]:
     """Returns what ran, where and how, a sentence each."""
     environment = report.environment
-    software = ", ".join(f"{name} {environment[name]}" for name in ("megatron-moe-opt", "megatron-core", "torch"))
+    software = ", ".join(f"{name} {environment[name]}" for name in SOFTWARE)
     machine = (
         f"{environment['world size']} ranks on {report.nodes.num_nodes} node(s), {environment['device']}, "
         f"{environment['backend']}, {environment['cpus']} CPUs, {environment['threads of a rank']} thread(s) a rank"
