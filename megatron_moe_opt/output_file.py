@@ -59,6 +59,11 @@ def write_text_whole(file: str | Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
+def format_of(file: str | Path) -> str:
+    """Returns the end of a file's name that says what format it has, in small letters: `.png` of `X.PNG`."""
+    return Path(file).suffix.lower()
+
+
 def flush(path: Path) -> None:
     """Returns when a file's content, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

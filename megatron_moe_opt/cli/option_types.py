@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.option_values import byte_count
+from megatron_moe_opt.option_values import LIST, MOST, byte_count
 
 
 class DType(str, Enum):
@@ -37,13 +37,15 @@ def finite(option: typer.CallbackParam, value: float | None) -> float | None:
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """Returns the whole numbers from 1 on in a text, separated by commas; refuses, with ConfigurationError, anything
-    else.
+    """Returns the whole numbers from 1 to MOST in a text, separated by commas; refuses, with ConfigurationError,
+    anything else.
     """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigurationError(f"{option} {text}: write numbers from 1 on, separated by commas, such as 256,1024")
-    return [int(part) for part in parts]
+    try:
+        return list(LIST.parse(",".join(part.strip() for part in text.split(","))))
+    except ArgumentTypeError as error:
+        raise ConfigurationError(
+            f"{option} {text}: write numbers from 1 to {MOST}, separated by commas, such as 256,1024"
+        ) from error
 
 
 def byte_budget(text: str) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.output_file import written_whole
+from megatron_moe_opt.output_file import format_of, written_whole
 from megatron_moe_opt.schedules.schedule import Kind, Op
 from megatron_moe_opt.schedules.timeline import Timeline
 
@@ -30,7 +30,7 @@ _NARROWEST_NAME = 0.3
 
 def check_picture(path: str | Path) -> None:
     """Refuses, with ConfigurationError, a picture that `write_picture` could not write."""
-    if Path(path).suffix not in _FORMATS:
+    if format_of(path) not in _FORMATS:
         raise ConfigurationError(f"the picture {path} has no known format: end its name in {', '.join(_FORMATS)}")
 
 

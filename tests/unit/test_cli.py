@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -16,7 +18,7 @@ from rich.table import Table
 import megatron_moe_opt
 from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.main import app, main
-from megatron_moe_opt.errors import ConfigurationError, ExtensionError
+from megatron_moe_opt.errors import ConfigurationError, ExtensionError, LayerError
 from megatron_moe_opt.planning.costs.cluster import Cluster, World
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.job import output_of
@@ -57,7 +59,7 @@ def test_version(monkeypatch, capsys):
 def test_help_names_defaults_that_depend(monkeypatch, capsys):
     assert _run(monkeypatch, "plan", "--help") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "[default: (the file's, or 1); x>=1]" in shown and "[default: (dropless); x>=0.001]" in shown
+    assert "[default: (the file's, or 1); x>=1]" in shown and "[default: (dropless); 0.001<=x<=1000000.0]" in shown
 
 
 @pytest.mark.parametrize(("budget", "status"), [("512MB", 2), ("0", 2), ("64MiB", 0), ("67108864", 0)])
@@ -184,8 +186,8 @@ def _run(monkeypatch, *arguments, world=1, commands=app):
         (
             "--routing trace:nowhere.pt",
             1,
-            "--routing trace:nowhere.pt does not exist: give an .npz or .pt with one array of integers [tokens, topk], "
-            "or a routing trace",
+            "--routing trace:nowhere.pt does not exist: give a routing trace, which moe-opt trace record or generate "
+            "makes, or an .npz or .pt with one array of integers [tokens, topk]",
         ),
         (
             "--output nowhere/out.json",
@@ -209,11 +211,15 @@ def test_bench_layer_refuses(monkeypatch, capsys, arguments, world, sentence):
     ("arguments", "sentence"),
     [
         (
+            f"saa --sizes {'9' * 5000}",
+            f"--sizes {'9' * 5000}: write numbers from 1 to 2147483647, separated by commas, such as 256,1024",
+        ),
+        (
             "saa --tp 1 --ep 2",
             "--tp 1 --ep 2: an AllGather over TP can overlap with an all-to-all where both are above 1",
         ),
         ("saa --tp 3", "--tp 3 x --cp 1 = 3 does not divide the 2 ranks of this run: choose sizes whose product does"),
-        ("saa --sizes 0", "--sizes 0: write numbers from 1 on, separated by commas, such as 256,1024"),
+        ("saa --sizes 0", "--sizes 0: write numbers from 1 to 2147483647, separated by commas, such as 256,1024"),
         (
             "choice --profile f --capacity-factor 1.2",
             "--capacity-factor is for whole layers: add --replicated, or leave it out",
@@ -283,6 +289,51 @@ for command in {["--help", PLANNED, "doctor", *needing]!r}:
         assert sentence.startswith("moe-opt: The compiled extension of megatron-moe-opt is missing: build it with")
         assert end == "exit code 2"
     assert len(lines) == 3 + 2 * len(needing)
+
+
+def _failed_layer():
+    try:
+        torch.empty(2**50)
+    except RuntimeError as error:
+        raise LayerError("MoE layer 1 failed") from error
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda: torch.empty(2**50),
+        lambda: torch.empty(2**40, 2**40),
+        lambda: torch.empty(10**22),
+        lambda: np.empty(2**59),
+        lambda: np.empty((2**40, 2**40)),
+        lambda: np.empty(10**22),
+        lambda: bytearray(2**62),
+        _failed_layer,
+    ],
+)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_sizes_beyond_memory(monkeypatch, capsys, allocate, rank):
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    program = typer.Typer()
+    program.command()(lambda: allocate() and None)
+    assert _run(monkeypatch, commands=program) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"moe-opt: this takes more memory than there is \(.+\): choose smaller sizes\n", said)
+
+
+def test_a_routing_trace_beyond_memory(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "routing.npz"
+    assert _run(monkeypatch, "trace", "generate", "-o", str(file), "--passes", "999999999999") == 2
+    assert "more memory than there is (Unable to allocate 931. PiB for an array" in capsys.readouterr().err
+    assert not file.exists()
+
+
+def test_other_errors_keep_their_traceback(monkeypatch):
+    program = typer.Typer()
+    program.command()(lambda: 1 / 0)
+    monkeypatch.setattr(sys, "argv", ["moe-opt"])
+    with pytest.raises(ZeroDivisionError):
+        main(program)
 
 
 @pytest.mark.parametrize("arguments", ["bench --topk two", "bench --tokens 0", "bench nothing"])

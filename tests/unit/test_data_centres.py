@@ -141,7 +141,7 @@ def test_a_table_for_every_bandwidth_and_a_picture(run, tmp_path):
         ),
         (
             "--bandwidth 1 --data-centres many",
-            "--data-centres many: write numbers from 1 on, separated by commas, such as 256,1024",
+            "--data-centres many: write numbers from 1 to 2147483647, separated by commas, such as 256,1024",
         ),
         (
             "--bandwidth 1,0",

@@ -144,7 +144,7 @@ def test_a_run_that_fails_ends_the_search(search, tmp_path):
         ("--budget nan --ratios 4", "", "--budget nan is no budget"),
         ("--budget 1 --ratios ''", "", "--ratios : write ratios above 1, separated by commas, such as 4,8,16,32"),
         ("--budget 1 --ratios 4,1", "", "--ratios 4,1: write ratios above 1"),
-        ("--budget 1 --ratios 4 --seeds a", "", "--seeds a: write numbers from 1 on"),
+        ("--budget 1 --ratios 4 --seeds a", "", "--seeds a: write numbers from 1 to"),
         ("--budget 1 --ratios 4 --ranks 3", "", "needs at least 4 ranks, but 3 started"),
         ("--budget 1 --ratios 4 --ranks 0", "", "--ranks 0 is no number of processes: give at least 1"),
         ("--budget 1 --ratios 4", "--train-iters 1", "--last 2 is not from 1 to the 1 steps of --train-iters"),

@@ -637,7 +637,54 @@ MODELS = ", ".join(KNOWN_MODELS)
         ("--model mixtral-8x7b,layers=0 --cluster pcie --world 8", "--model: layers is 0: give 1 or more"),
         (
             f"{MIXTRAL} --cluster pcie,efficiency=2 --world 8",
-            "--cluster: efficiency 2 is not above 0, and at most 1",
+            "--cluster pcie,efficiency=2: efficiency 2 is not a number from 0 to 1",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie,inter=1e-320 --world 8",
+            "--cluster: inter 9.99989e-321 is too small: give 1e-09 or more",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie,inter=1e300 --world 8",
+            "--cluster pcie,inter=1e300: inter 1e300 is not a number from 0 to 1,000,000,000",
+        ),
+        (f"{MIXTRAL} --cluster ,tp=8 --world 8", f"--cluster ',tp=8' begins with no name: choose one of {KNOWN}"),
+        ("--model ,tp=8 --cluster pcie --world 8", f"--model ',tp=8' begins with no name: choose one of {MODELS}"),
+        (
+            f"--model mixtral-8x7b,ffn={'9' * 300} --cluster pcie --world 8",
+            f"--model mixtral-8x7b,ffn={'9' * 300}: ffn {'9' * 300} is not a whole number from 0 to 2,147,483,647",
+        ),
+        (
+            "--model mixtral-8x7b,layers=10001 --cluster pcie --world 8",
+            "--model mixtral-8x7b,layers=10001: layers 10001 is not a whole number from 0 to 10,000",
+        ),
+        (
+            "--model mixtral-8x7b,experts=10001 --cluster pcie --world 8",
+            "--model mixtral-8x7b,experts=10001: experts 10001 is not a whole number from 0 to 10,000",
+        ),
+        (
+            "--model mixtral-8x7b --cluster pcie --world 8 --sequence 2147483648",
+            "--sequence 2147483648: write numbers from 1 to 2147483647, separated by commas, such as 256,1024",
+        ),
+        *(
+            (
+                f"--model mixtral-8x7b --cluster h100-ib400 --world 64 {given}",
+                f"--world 64 {given}: no layout cuts the model and the {sequences} sequences of a step into equal "
+                "parts: choose sizes that divide the GPUs and the sequences, or a --global-batch that is a multiple of "
+                "the GPUs",
+            )
+            for given, sequences in (
+                ("--cp 3", 1024),
+                ("--micro-batch 1000", 1024),
+                ("--cp 2 --micro-batch 2 --global-batch 77", 77),
+            )
+        ),
+        (
+            "--model mixtral-8x7b --cluster pcie --world 16 --tp 16",
+            "--tp 16 does not divide the model's kv_heads 8: choose a divisor",
+        ),
+        (
+            "--model mixtral-8x7b,vocabulary=3 --cluster pcie --world 16 --tp 2",
+            "--tp 2 does not divide the model's vocabulary 3: choose a divisor",
         ),
         (
             f"{MIXTRAL} --cluster pcie,nics=8 --world 8",
@@ -650,7 +697,7 @@ MODELS = ", ".join(KNOWN_MODELS)
         ),
         (
             "--model mixtral-8x7b,layers=4.5 --cluster pcie --world 8",
-            "--model mixtral-8x7b,layers=4.5: layers 4.5 is not a whole number from 0 on",
+            "--model mixtral-8x7b,layers=4.5: layers 4.5 is not a whole number from 0 to 10,000",
         ),
         (
             "--model mixtral-8x7b,gated=1 --cluster pcie --world 8",
@@ -665,10 +712,9 @@ MODELS = ", ".join(KNOWN_MODELS)
             f"{MIXTRAL} --cluster h100-ib400 --world 64 --cp 2 --sequence 4097",
             "--sequence 4097 is cut by no layout with --cp 2: choose a multiple of 4",
         ),
-        (f"{MIXTRAL} --cluster pcie --world 8 --imbalance inf", "--imbalance inf is not a finite number: give one"),
         (
             f"{MIXTRAL} --cluster pcie,op_us=inf --world 8",
-            "--cluster pcie,op_us=inf: op_us inf is not a finite number from 0 on",
+            "--cluster pcie,op_us=inf: op_us inf is not a number from 0 to 1,000,000,000",
         ),
         (
             "--model mixtral-8x7b,kv_heads=3 --cluster pcie --world 8",
@@ -706,12 +752,42 @@ def test_refuses(run, arguments, sentence):
     assert error.strip().removeprefix("moe-opt: ") == sentence
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("world", 500_001), ("imbalance", 1e300), ("capacity-factor", 1e300), *(
+        (name, 2**31) for name in ("micro-batch", "micro-batches", "global-batch")
+    )],
+)  # fmt: skip
+def test_ranges_end_before_times_are_no_numbers(run, option, value):
+    code, output, error = run(f"{MIXTRAL} --cluster pcie --{option} {value}")
+    assert (code, output) == (2, "") and f"Invalid value for '--{option}'" in error
+
+
+def test_the_largest_sizes_are_planned(run):
+    """Whatever the numbers, none becomes infinite."""
+    model = ",".join(f"{name}={size}" for name, size in {
+        "layers": 10_000, "hidden": 2**31 - 8, "heads": 8, "head_size": 2**31 - 1, "vocabulary": 2**31 - 1,
+        "experts": 10_000, "topk": 10_000, "ffn": 2**31 - 1, "shared_ffn": 2**31 - 1,
+    }.items())  # fmt: skip
+    sizes = "--sequence 2147483647 --micro-batch 2147483647 --micro-batches 2147483647 --capacity-factor 1e6"
+    for cluster in ("inter=1e9,intra=1e9,copy=1e9,tflops=1e9,op_us=1e9", "inter=1e-9,intra=1e-9,copy=1e-9,tflops=1e-9"):
+        code, output, error = run(f"--cluster pcie,{cluster} --model {model} --world 8 --ep 8", sizes)
+        assert code == 0 and "It does not fit" in output, error
+        assert not re.search(r"\b(inf|nan)\b", output)
+
+
 def test_refuses_to_draw_what_is_no_candidate(run, tmp_path):
     code, output, error = run(MIXTRAL, f"--cluster pcie --world 8 --ep 8 --draw netmoe --lanes {tmp_path}/a.json")
     assert (code, output) == (2, "")
     assert "--draw netmoe is not a candidate here: what it saves depends on which samples use which experts" in error
     _, _, error = run(MIXTRAL, f"--cluster pcie --world 8 --ep 8 --draw monta:O9 --lanes {tmp_path}/a.json")
-    assert "--draw monta:O9 is not a candidate here: write it as the table of --all does" in error
+    assert "--draw monta:O9 is not a candidate here: choose one of monta:O" in error
+    _, _, error = run(MIXTRAL, f"--cluster pcie --world 8 --ep 8 --draw mpmoe:4:fp8 --lanes {tmp_path}/a.json")
+    assert "--draw mpmoe:4:fp8 is not a candidate here: formats of the wire are lossy, and no candidate has" in error
+    _, _, error = run(MIXTRAL, f"--cluster pcie --world 8 --ep 8 --draw deepspeed --lanes {tmp_path}/a.json")
+    assert re.search(
+        r"--draw deepspeed .*: choose one of \S.*\balltoall\b.*, or of the others in the table of --all", error
+    )
 
 
 @pytest.mark.parametrize(

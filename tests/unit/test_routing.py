@@ -59,7 +59,8 @@ def test_trace_is_dealt_out_rank_after_rank(tmp_path):
     trace = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], [1, 0]])
     torch.save(trace, tmp_path / "trace.pt")
     np.savez(tmp_path / "trace.npz", indices=trace.numpy().astype(np.int32))
-    for name in ("trace.pt", "trace.npz"):
+    (tmp_path / "trace.NPZ").write_bytes((tmp_path / "trace.npz").read_bytes())
+    for name in ("trace.pt", "trace.npz", "trace.NPZ"):
         chosen = _choose(f"trace:{tmp_path / name}", tokens=3, rank=1)
         assert torch.equal(chosen, trace[[3, 4, 0]])
 
@@ -68,7 +69,8 @@ def test_trace_is_dealt_out_rank_after_rank(tmp_path):
     ("write", "problem"),
     [
         (lambda path: None, "does not exist"),
-        (lambda path: path.write_bytes(b"no archive"), "cannot be read"),
+        (lambda path: path.write_text('{"a": 1}'), "is not a trace"),
+        (lambda path: path.write_bytes(b"no archive"), "is not a trace"),
         (lambda path: torch.save({"a": torch.zeros(2, 2)}, path), "does not hold exactly one array"),
         (lambda path: torch.save(torch.zeros(2, 2), path), r"holds float32 \[2, 2\]"),
         (lambda path: torch.save(torch.zeros(4).long(), path), r"holds int64 \[4\]"),
@@ -82,7 +84,7 @@ def test_trace_is_dealt_out_rank_after_rank(tmp_path):
 def test_unusable_traces(tmp_path, write, problem):
     path = tmp_path / "trace.pt"
     write(path)
-    with pytest.raises(ConfigurationError, match=rf"--routing trace:{path} {problem}.*: give an .npz or .pt"):
+    with pytest.raises(ConfigurationError, match=rf"--routing trace:{path} {problem}.*: give a routing trace, which"):
         _choose(f"trace:{path}")
 
 

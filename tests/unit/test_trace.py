@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from megatron_moe_opt.cli.console import report_console
+from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.monta import ChunkBytes, dispatch
@@ -114,3 +116,12 @@ def test_a_schedule_without_ops_can_be_drawn(tmp_path):
 def test_pictures_need_a_timeline(tmp_path):
     with pytest.raises(ConfigurationError, match="no timeline to draw"):
         write_picture(tmp_path / "picture.png", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "begins"), [("X.PNG", b"\x89PNG"), ("X.Svg", b"<?xml"), ("X.PDF", b"%PDF"), ("X.JSON", b"{")]
+)
+def test_formats_are_known_by_suffixes_in_any_case(timelines, tmp_path, name, begins):
+    check_timeline_files("--output", [tmp_path / name], [])
+    write_timelines(timelines, [tmp_path / name], report_console())
+    assert (tmp_path / name).read_bytes().startswith(begins)

@@ -27,6 +27,7 @@ from megatron_moe_opt.planning.training.step_costs import StepCosts, communicati
 from megatron_moe_opt.planning.training.throughput import Throughput, throughput
 from megatron_moe_opt.row_format import Wire, narrower
 from megatron_moe_opt.topology.expansion import Expansion, choose
+from megatron_moe_opt.variants import split_wire
 
 FITS = 0.9
 """The part of a GPU's memory that may be planned with: workspaces and buffers of NCCL are not counted."""
@@ -118,11 +119,17 @@ class Case:
 
     def candidate(self, variant: str) -> Prediction:
         """Returns the candidate of this name. Raises ConfigurationError where there is none."""
-        reasons = {one.variant: one.reason for one in self.refused}
-        why = reasons.get(variant) or reasons.get(variant.partition(":")[0]) or "write it as the table of --all does"
         for one in self.candidates:
             if one.variant == variant:
                 return one
+        reasons, family = {one.variant: one.reason for one in self.refused}, variant.partition(":")[0]
+        why = reasons.get(variant) or reasons.get(family)
+        if why is None and split_wire(variant)[1] is not None:
+            why = "formats of the wire are lossy, and no candidate has one: leave it out"
+        if why is None:
+            alike = [one.variant for one in self.candidates if one.family == family]
+            known = alike or [self.best_of(family).variant for family in self.families]
+            why = f"choose one of {', '.join(known)}" + (", or of the others in the table of --all" * (not alike))
         raise ConfigurationError(f"--draw {variant} is not a candidate here: {why}")
 
     def best_of(self, family: str) -> Prediction | None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from megatron_moe_opt.cli.option_types import DType, Recompute, byte_budget, finite, whole_numbers
+from megatron_moe_opt.option_values import MOST
 
 _LAYOUT, _STEP, _LAYER, _OUTPUT = "Layout", "Step", "MoE layers", "What is shown"
 """Headings under which --help lists the options."""
@@ -31,7 +32,9 @@ def plan(
             "the like."
         ),
     ],
-    world: Annotated[int | None, typer.Option(min=1, help="GPUs.", show_default="the file's")] = None,
+    world: Annotated[
+        int | None, typer.Option(min=1, max=500_000, help="GPUs.", show_default="the file's")
+    ] = None,
     tp: Annotated[
         int | None,
         typer.Option(min=1, help="Tensor parallelism.", show_default="the file's, or 1", rich_help_panel=_LAYOUT),
@@ -67,20 +70,21 @@ def plan(
     micro_batch: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Sequences of a micro-batch.", show_default="searched, or 1", rich_help_panel=_STEP
+            min=1, max=MOST, help="Sequences of a micro-batch.", show_default="searched, or 1", rich_help_panel=_STEP
         ),
     ] = None,
     micro_batches: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Micro-batches of a step on each data-parallel rank.", show_default="1", rich_help_panel=_STEP
+            min=1, max=MOST, help="Micro-batches of a step on each data-parallel rank.", show_default="1",
+            rich_help_panel=_STEP,
         ),
     ] = None,
     global_batch: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Sequences of a step, where the layout is searched.", show_default="4 Mi tokens of them",
-            rich_help_panel=_STEP,
+            min=1, max=MOST, help="Sequences of a step, where the layout is searched.",
+            show_default="4 Mi tokens of them", rich_help_panel=_STEP,
         ),
     ] = None,
     recompute: Annotated[
@@ -93,13 +97,15 @@ def plan(
     capacity_factor: Annotated[
         float | None,
         typer.Option(
-            min=0.001, callback=finite, help="Every expert gets its capacity.", show_default="dropless",
+            min=0.001, max=1e6, callback=finite, help="Every expert gets its capacity.", show_default="dropless",
             rich_help_panel=_LAYER,
         ),
     ] = None,
     imbalance: Annotated[
         float,
-        typer.Option(min=1.0, callback=finite, help="Rows of the busiest rank over the mean.", rich_help_panel=_LAYER),
+        typer.Option(
+            min=1.0, max=1e6, callback=finite, help="Rows of the busiest rank over the mean.", rich_help_panel=_LAYER
+        ),
     ] = 1.0,
     placement_saving: Annotated[
         float | None,
@@ -150,8 +156,10 @@ def plan(
     from megatron_moe_opt.cli.plan.named_sizes import read_named
     from megatron_moe_opt.cli.plan.report import Drawing, PlanSettings, report_plan
     from megatron_moe_opt.cli.plan.settings import CLUSTER_NUMBERS, MODEL_SIZES
+    from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS
+    from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
 
-    site = read_named("--cluster", cluster, CLUSTER_NUMBERS)
+    site = read_named("--cluster", cluster, KNOWN_CLUSTERS, CLUSTER_NUMBERS)
     wanted = wanted_of(
         site.name or cluster,
         {"--tp": tp, "--pp": pp, "--ep": ep, "--expert-tp": expert_tp, "--micro-batches": micro_batches,
@@ -159,7 +167,8 @@ def plan(
         global_batch, micro_batch, recompute and recompute.value,
     )  # fmt: skip
     settings = PlanSettings(
-        cluster=site.name or cluster, cluster_numbers=site.given, model=read_named("--model", model, MODEL_SIZES),
+        cluster=site.name or cluster, cluster_numbers=site.given,
+        model=read_named("--model", model, KNOWN_MODELS, MODEL_SIZES),
         sizes={"--world": world, "--tp": tp, "--cp": cp, "--pp": pp, "--ep": ep, "--expert-tp": expert_tp},
         sequence_parallel=sequence_parallel, sequences=tuple(whole_numbers("--sequence", sequence)),
         micro_batch=micro_batch or 1, micro_batches=micro_batches or 1,

@@ -109,9 +109,14 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     cp = settings.sizes["--cp"] or 1
     of_step = list(arrangements(model, world, known.node, global_batch, wanted.micro_batch, wanted.recompute, cp))
     if not of_step:
+        sizes = {
+            "--world": world, "--cp": settings.sizes["--cp"], "--micro-batch": wanted.micro_batch,
+            "--global-batch": wanted.global_batch,
+        }  # fmt: skip
+        given = " ".join(f"{flag} {size}" for flag, size in sizes.items() if size is not None)
         raise ConfigurationError(
-            f"--global-batch {global_batch}: no layout of {world} GPUs cuts these sequences and the model into "
-            "equal parts: choose a multiple of the GPUs"
+            f"{given}: no layout cuts the model and the {global_batch} sequences of a step into equal parts: choose "
+            "sizes that divide the GPUs and the sequences, or a --global-batch that is a multiple of the GPUs"
         )
     if not any(one.layout.cuts(sequence) for one in of_step):
         raise ConfigurationError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_moe_opt.errors import ConfigurationError
@@ -20,16 +19,19 @@ class Named:
     given: Mapping[str, int | float | bool]
 
 
-def read_named(flag: str, text: str, kinds: Mapping[str, type]) -> Named:
+def read_named(flag: str, text: str, known: Iterable[str], largest: Mapping[str, int | float | bool]) -> Named:
     """Reads a name and sizes from the value of an option.
 
     Args:
-        kinds: what may be given by name: an int or a float, which are 0 or more and finite, or a bool.
+        known: names to choose from, should there be none.
+        largest: the largest value of what may be given by name: an int or a float, of which 0 is the least, or a bool.
 
     Raises:
-        ConfigurationError: something else is given, or twice.
+        ConfigurationError: something else is given, or twice, or no name where one belongs.
     """
     name, *words = text.split(",")
+    if not name:
+        raise ConfigurationError(f"{flag} '{text}' begins with no name: choose one of {', '.join(known)}")
     if "=" in name:
         name, words = None, text.split(",")
     given: dict[str, int | float | bool] = {}
@@ -37,25 +39,26 @@ def read_named(flag: str, text: str, kinds: Mapping[str, type]) -> Named:
         key, equals, value = word.partition("=")
         if key in given:
             raise ConfigurationError(f"{flag} {text}: {key} is given twice: give it once")
-        if key not in kinds or not equals:
-            names = ", ".join(kinds)
+        if key not in largest or not equals:
+            names = ", ".join(largest)
             raise ConfigurationError(
                 f"{flag} {text}: {word or 'an empty part'} has no meaning there: write {names}, as in "
-                f"{next(iter(kinds))}=8"
+                f"{next(iter(largest))}=8"
             )
-        given[key] = _read(f"{flag} {text}: {key}", value, kinds[key])
+        given[key] = _read(f"{flag} {text}: {key}", value, largest[key])
     return Named(name, given)
 
 
-def _read(what: str, value: str, kind: type) -> int | float | bool:
-    if kind is bool:
+def _read(what: str, value: str, largest: int | float | bool) -> int | float | bool:
+    if isinstance(largest, bool):
         if value not in NO_YES:
             raise ConfigurationError(f"{what} is yes or no")
         return NO_YES[value]
     try:
-        number = kind(value)
+        number = type(largest)(value)
     except ValueError:
         number = -1
-    if not 0 <= number < math.inf:
-        raise ConfigurationError(f"{what} {value} is not {'a whole' if kind is int else 'a finite'} number from 0 on")
+    if not 0 <= number <= largest:
+        whole = "whole " * isinstance(largest, int)
+        raise ConfigurationError(f"{what} {value} is not a {whole}number from 0 to {largest:,.0f}")
     return number

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megatron_moe_opt.cli.plan.named_sizes import Named
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.option_values import MOST
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
@@ -23,13 +23,19 @@ from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.topology.domains import levels_if_even, levels_of_layout
 from megatron_moe_opt.topology.layouts import Layout, layout_of_options
 
-MODEL_SIZES = {field.name: bool if field.type == "bool" else int for field in fields(ModelShape)}
-"""What --model may say besides a name."""
+MODEL_SIZES = {field.name: True if field.type == "bool" else MOST for field in fields(ModelShape)} | {
+    "layers": 10_000,  # every divisor of these two is tried by a search
+    "experts": 10_000,
+}
+"""What --model may say besides a name, and the largest of each."""
 MAY_BE_NONE = ("shared_ffn", "dense_layers", "dense_ffn")
-CLUSTER_NUMBERS = dict.fromkeys(("tflops", "efficiency", "op_us", "inter", "intra", "copy"), float)
-"""What --cluster may say besides a name: tflops and efficiency of a GPU, op_us of every op, and the GB/s (inter, intra,
-copy) that replace those of a known cluster's links and memory and are reached at every size.
+CLUSTER_NUMBERS = {"tflops": 1e9, "efficiency": 1.0, "op_us": 1e9, "inter": 1e9, "intra": 1e9, "copy": 1e9}
+"""What --cluster may say besides a name, and the largest of each: tflops and efficiency of a GPU, op_us of every op,
+and the GB/s (inter, intra, copy) that replace those of a known cluster's links and memory and are reached at every
+size.
 """
+LEAST = 1e-9
+"""The least of these numbers, op_us aside, which may be 0."""
 BANDWIDTHS = ("inter", "intra", "copy")
 NEEDED = ("layers", "hidden", "ffn", "experts", "topk", "heads", "vocabulary")
 
@@ -61,10 +67,8 @@ class PlanSettings:
     def __post_init__(self) -> None:
         """Raises ConfigurationError for numbers of a cluster that are none, or a dtype whose speed is not known."""
         for name, value in self.cluster_numbers.items():
-            most = 1.0 if name == "efficiency" else math.inf
-            if name != "op_us" and not 0 < value <= most:
-                limit = ", and at most 1" if name == "efficiency" else ""
-                raise ConfigurationError(f"--cluster: {name} {value:g} is not above 0{limit}")
+            if name != "op_us" and value < LEAST:
+                raise ConfigurationError(f"--cluster: {name} {value:g} is too small: give {LEAST:g} or more")
         if self.capacity_factor is not None and self.imbalance != 1:
             raise ConfigurationError(
                 f"--imbalance {self.imbalance:g} with --capacity-factor {self.capacity_factor:g}: every expert has its "
@@ -257,12 +261,11 @@ def _check(settings: PlanSettings, model: ModelShape, layout: Layout) -> None:
 
 def check_model(model: ModelShape, layout: Layout) -> None:
     """Refuses, with ConfigurationError, sizes of a model that do not divide each other or those of the layout."""
+    flags = {"tp": "--tp", "ep": "--ep", "expert_tp": "--expert-tp"}
     for name, size, by, divisor in (
         ("hidden", model.hidden, "heads", 1 if model.head_size else model.heads),
-        ("heads", model.heads, "--tp", layout.tp),
         ("heads", model.heads, "kv_heads", model.kv_heads or model.heads),
-        ("experts", model.experts, "--ep", layout.ep),
-        ("ffn", model.ffn, "--expert-tp", layout.expert_tp),
+        *((name, size, flags[by], divisor) for name, size, by, divisor in model.cuts(layout)),
     ):
         if size % divisor:
             raise ConfigurationError(f"{by} {divisor} does not divide the model's {name} {size}: choose a divisor")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_moe_opt.cli.console import say_written, table_of
-from megatron_moe_opt.output_file import Named, check_output_file
+from megatron_moe_opt.output_file import Named, check_output_file, format_of
 from megatron_moe_opt.schedules.picture import check_picture, write_picture
 from megatron_moe_opt.schedules.schedule import Lane
 from megatron_moe_opt.schedules.timeline import Timeline, overlap
@@ -24,14 +24,14 @@ def check_timeline_files(option: str, files: Sequence[Path], others: Sequence[Na
     """
     for file in files:
         check_output_file(option, file, others=others)
-        if file.suffix != TRACE:
+        if format_of(file) != TRACE:
             check_picture(file)
 
 
 def write_timelines(timelines: Mapping[str, Timeline], files: Sequence[Path], console: Console) -> None:
     """Writes the files, and says so: a trace where the name ends in .json, else a picture."""
     for file in files:
-        (write_trace if file.suffix == TRACE else write_picture)(file, timelines)
+        (write_trace if format_of(file) == TRACE else write_picture)(file, timelines)
         say_written(file, console)
 
 

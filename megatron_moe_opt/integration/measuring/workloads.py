@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import torch
 
 from megatron_moe_opt.errors import ConfigurationError, reason
+from megatron_moe_opt.output_file import format_of
 from megatron_moe_opt.planning.traces.routing_trace import is_routing_trace, read_routing_trace
 
 WORKLOADS = ("uniform", "zipf", "one-hot-expert")
@@ -73,8 +75,8 @@ def load_trace(path: Path, *, experts: int, topk: int) -> torch.Tensor:
 
     def refuse(problem: str) -> ConfigurationError:
         return ConfigurationError(
-            f"--routing {TRACE_PREFIX}{path} {problem}: give an .npz or .pt with one array of integers "
-            "[tokens, topk], or a routing trace"
+            f"--routing {TRACE_PREFIX}{path} {problem}: give a routing trace, which moe-opt trace record or generate "
+            "makes, or an .npz or .pt with one array of integers [tokens, topk]"
         )
 
     try:
@@ -93,6 +95,8 @@ def load_trace(path: Path, *, experts: int, topk: int) -> torch.Tensor:
         raise refuse("does not exist") from None
     except ConfigurationError:
         raise
+    except UnpicklingError:  # which says to trust the file
+        raise refuse("is not a trace") from None
     except Exception as error:  # the unpicklers of torch and numpy raise nearly anything
         raise refuse(f"cannot be read ({reason(error)})") from error
     if trace.min() < 0 or trace.max() >= experts:
@@ -105,7 +109,7 @@ def load_trace(path: Path, *, experts: int, topk: int) -> torch.Tensor:
 
 def _read_array(path: Path) -> torch.Tensor | None:
     """Returns the one array in the file; None where there is not exactly one."""
-    if path.suffix == ".npz":
+    if format_of(path) == ".npz":
         if is_routing_trace(path):
             return torch.from_numpy(read_routing_trace(path).experts[:, 0].astype(np.int64)).flatten(0, 2)
         if path.is_file() and not zipfile.is_zipfile(path):

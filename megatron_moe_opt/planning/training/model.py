@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_moe_opt.errors import ConfigurationError
@@ -90,6 +91,18 @@ class ModelShape:
         """Returns the MoE layers of the pipeline stage that has most of them."""
         return max(self.moe_layers(layout, stage) for stage in self.telling_stages(layout))
 
+    def cuts(self, layout: Layout) -> Iterator[tuple[str, int, str, int]]:
+        """Yields the name of each size that a layout cuts, the size, and the name and size of the parallelism which has
+        to divide it.
+        """
+        yield "heads", self.heads, "tp", layout.tp
+        yield "kv_heads", self.kv_heads or self.heads, "tp", layout.tp
+        yield "vocabulary", self.vocabulary, "tp", layout.tp
+        yield "shared_ffn", self.shared_ffn, "tp", layout.tp
+        yield "dense_ffn", self.dense_ffn, "tp", layout.tp
+        yield "experts", self.experts, "ep", layout.ep
+        yield "ffn", self.ffn, "expert_tp", layout.expert_tp
+
     def parameters(self, layout: Layout, stage: int = 0) -> Parameters:
         """Returns the parameters that one rank of a pipeline stage holds.
 
@@ -161,14 +174,6 @@ class ModelShape:
                 f"layers = {self.layers} cannot be divided among pp = {layout.pp} stages, of equal ones and a last; "
                 "change one of them"
             )
-        for name, size, by, divisor in (
-            ("heads", self.heads, "tp", layout.tp),
-            ("kv_heads", self.kv_heads or self.heads, "tp", layout.tp),
-            ("vocabulary", self.vocabulary, "tp", layout.tp),
-            ("shared_ffn", self.shared_ffn, "tp", layout.tp),
-            ("dense_ffn", self.dense_ffn, "tp", layout.tp),
-            ("experts", self.experts, "ep", layout.ep),
-            ("ffn", self.ffn, "expert_tp", layout.expert_tp),
-        ):
+        for name, size, by, divisor in self.cuts(layout):
             if size % divisor:
                 raise ConfigurationError(f"{name} = {size} is not a multiple of {by} = {divisor}; change one of them")
