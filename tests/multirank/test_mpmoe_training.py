@@ -280,6 +280,6 @@ def trained_later() -> str:
 
 
 @pytest.mark.host_only(reason="has an op fail, which ends an adversary's run")
-def test_what_is_trained_in_experts_from_a_later_pass_on_is_refused_then(ranks):
-    for said in ranks.run(trained_later):
+def test_what_is_trained_in_experts_from_a_later_pass_on_is_refused_then(doomed_ranks):
+    for said in doomed_ranks.run(trained_later):
         assert "a trained tensor of shape [64] takes part in the experts without being a parameter" in said
