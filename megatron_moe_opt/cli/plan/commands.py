@@ -12,6 +12,8 @@ from megatron_moe_opt.option_values import MOST
 
 _LAYOUT, _STEP, _LAYER, _OUTPUT = "Layout", "Step", "MoE layers", "What is shown"
 """Headings under which --help lists the options."""
+MOST_GPUS = 500_000
+"""GPUs that are planned: their groups are listed, which takes 16 seconds and more for twice as many."""
 
 
 def plan(
@@ -33,7 +35,7 @@ def plan(
         ),
     ],
     world: Annotated[
-        int | None, typer.Option(min=1, max=500_000, help="GPUs.", show_default="the file's")
+        int | None, typer.Option(min=1, max=MOST_GPUS, help="GPUs.", show_default="the file's")
     ] = None,
     tp: Annotated[
         int | None,

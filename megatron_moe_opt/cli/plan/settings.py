@@ -265,7 +265,7 @@ def check_model(model: ModelShape, layout: Layout) -> None:
     for name, size, by, divisor in (
         ("hidden", model.hidden, "heads", 1 if model.head_size else model.heads),
         ("heads", model.heads, "kv_heads", model.kv_heads or model.heads),
-        *((name, size, flags[by], divisor) for name, size, by, divisor in model.cuts(layout)),
+        *((name, size, flags[by], divisor) for name, size, by, divisor in model.cut_by(layout)),
     ):
         if size % divisor:
             raise ConfigurationError(f"{by} {divisor} does not divide the model's {name} {size}: choose a divisor")

@@ -91,7 +91,7 @@ class ModelShape:
         """Returns the MoE layers of the pipeline stage that has most of them."""
         return max(self.moe_layers(layout, stage) for stage in self.telling_stages(layout))
 
-    def cuts(self, layout: Layout) -> Iterator[tuple[str, int, str, int]]:
+    def cut_by(self, layout: Layout) -> Iterator[tuple[str, int, str, int]]:
         """Yields the name of each size that a layout cuts, the size, and the name and size of the parallelism which has
         to divide it.
         """
@@ -174,6 +174,6 @@ class ModelShape:
                 f"layers = {self.layers} cannot be divided among pp = {layout.pp} stages, of equal ones and a last; "
                 "change one of them"
             )
-        for name, size, by, divisor in self.cuts(layout):
+        for name, size, by, divisor in self.cut_by(layout):
             if size % divisor:
                 raise ConfigurationError(f"{name} = {size} is not a multiple of {by} = {divisor}; change one of them")
