@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from typing import Literal, get_args
 
 from megatron_moe_opt.errors import ConfigurationError
@@ -28,6 +28,10 @@ from megatron_moe_opt.errors import ConfigurationError
 Groups = tuple[tuple[int, ...], ...]
 Role = Literal["tp", "cp", "dp", "pp", "expert-tp", "ep", "expert-dp"]
 ROLES: tuple[Role, ...] = get_args(Role)
+JOINT_ROLES: tuple[Role, ...] = ("expert-tp", "ep")
+"""EP and expert-TP together: joint rank = EP rank * expert-TP + expert-TP rank."""
+REPLICA_ROLES: tuple[Role, ...] = ("cp", "dp")
+"""DP and CP together, whose ranks hold the same dense parameters."""
 
 VERTICAL = "tp-cp-ep-dp-pp"
 HORIZONTAL = "tp-ep-dp-cp-pp"
@@ -92,38 +96,32 @@ class Layout:
         """Returns how many ranks a group of `role` has."""
         return getattr(self, role.replace("-", "_"))
 
-    def groups(self, role: Role) -> Groups:
-        """Returns the groups of `role`: each has its ranks in group order, and their first ranks ascend."""
-        stride, size = self._stride(role), self.size(role)
-        firsts = (rank for rank in range(self.world) if rank // stride % size == 0)
-        return tuple(tuple(range(first, first + stride * size, stride)) for first in firsts)
+    def groups(self, *roles: Role, unit: int | None = None) -> Groups:
+        """Returns the groups of ranks that differ in these roles alone: each has its ranks in group order, that of the
+        first role fastest, and the groups' first ranks ascend.
 
-    def first_group(self, role: Role) -> tuple[int, ...]:
+        Args:
+            unit: leaves out every group that is an earlier one, moved by a multiple of so many ranks; None: no group.
+        """
+        unit = self.world if unit is None else unit
+        firsts = [0]
+        for role, stride in self._strides_beside(roles[0]).items():
+            if role not in roles:
+                different = min(self.size(role), unit // gcd(stride, unit))
+                firsts = [first + stride * place for place in range(different) for first in firsts]
+        kept: dict[int, int] = {}
+        for first in firsts:
+            kept.setdefault(first % unit, first)
+        offsets = self.first_group(*roles)
+        return tuple(tuple(first + offset for offset in offsets) for first in kept.values())
+
+    def first_group(self, *roles: Role) -> tuple[int, ...]:
         """Returns the first of `groups`, which rank 0 is in: the others of a large world take long to list."""
-        stride = self._stride(role)
-        return tuple(range(0, stride * self.size(role), stride))
-
-    @property
-    def joint_groups(self) -> Groups:
-        """Returns EP and expert-TP together, expert-TP fastest: joint rank = EP rank * expert-TP + expert-TP rank."""
-        return self._joined("expert-tp", "ep")
-
-    @property
-    def replica_groups(self) -> Groups:
-        """Returns DP and CP together, whose ranks hold the same dense parameters."""
-        return self._joined("cp", "dp")
-
-    def _joined(self, inner: Role, outer: Role) -> Groups:
-        inside = {ranks[0]: ranks for ranks in self.groups(inner)}
-        return tuple(
-            tuple(one for rank in ranks for one in inside[rank]) for ranks in self.groups(outer) if ranks[0] in inside
-        )
-
-    @property
-    def first_joint_group(self) -> tuple[int, ...]:
-        """Returns the first of `joint_groups`, which rank 0 is in, without listing the others."""
-        shards = self.first_group("expert-tp")
-        return tuple(rank + shard for rank in self.first_group("ep") for shard in shards)
+        strides = self._strides_beside(roles[0])
+        group = (0,)
+        for role in roles:
+            group = tuple(rank + strides[role] * place for place in range(self.size(role)) for rank in group)
+        return group
 
     @cached_property
     def blocks(self) -> Groups:
@@ -175,11 +173,12 @@ class Layout:
             return False
         return all(self.groups(role) == other.groups(role) for role in ROLES)
 
-    def _stride(self, role: Role) -> int:
-        return self._strides(_ATTENTION if role in _ATTENTION.values() else _EXPERTS)[role]
+    def _strides_beside(self, role: Role) -> dict[Role, int]:
+        """Returns the strides of the numbering that a role is in."""
+        return self._strides(_ATTENTION if role in _ATTENTION.values() else _EXPERTS)
 
     def _strides(self, side: Mapping[str, Role]) -> dict[Role, int]:
-        """Returns the distance between neighbours in each dimension of one numbering."""
+        """Returns the distance between neighbours in each dimension of one numbering, ascending."""
         strides: dict[Role, int] = {}
         distance = 1
         for dimension in self.order.split("-"):

@@ -38,7 +38,7 @@ from megatron_moe_opt.planning.training.memory import (
     training_memory,
 )
 from megatron_moe_opt.planning.training.model import ModelShape
-from megatron_moe_opt.topology.layouts import Layout
+from megatron_moe_opt.topology.layouts import JOINT_ROLES, Layout
 
 PROGRAM = "check_recipe"
 
@@ -69,13 +69,13 @@ class Report:
     def lines(self) -> list[str]:
         """Returns the report as lines for a person."""
         one, recipe = self.layout, self.recipe
-        nodes = len({rank // recipe.gpus_per_node for rank in one.joint_groups[0]})
+        nodes = len({rank // recipe.gpus_per_node for rank in one.first_group(*JOINT_ROLES)})
         lines = [
             f"{recipe.name}: {recipe.nodes} nodes x {recipe.gpus_per_node} GPUs = {one.world} ranks, "
             f"dispatcher {recipe.flags.values('--moe-token-dispatcher-type')[0]}",
             f"  TP {one.tp}, PP {one.pp}, CP {one.cp}, DP {one.dp}, {self.micro_batches} micro-batches a step",
             f"  EP {one.ep}, expert-TP {one.expert_tp}, expert-DP {one.expert_dp}: experts of a layer on "
-            f"{len(one.joint_groups[0])} ranks of {nodes} node{'s' * (nodes > 1)}",
+            f"{len(one.first_group(*JOINT_ROLES))} ranks of {nodes} node{'s' * (nodes > 1)}",
         ]
         if self.memory is None:
             return [*lines, "  memory: not estimated (latent attention, or stages of unequal layers)"]

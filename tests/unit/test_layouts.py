@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.topology.expansion import Machines, MoeModel, expand
-from megatron_moe_opt.topology.layouts import HORIZONTAL, ROLES, VERTICAL, Layout, divisors
+from megatron_moe_opt.topology.layouts import HORIZONTAL, JOINT_ROLES, ROLES, VERTICAL, Layout, divisors
 
 DESCRIPTIONS = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tp",
@@ -73,10 +73,13 @@ def _agrees_with_megatron(*sizes):
         return False
     joint = {tuple(sorted(ranks)) for ranks in expected.pop(JOINT)}
     assert {role: layout.groups(role) for role in ROLES} == expected
-    assert {tuple(sorted(ranks)) for ranks in layout.joint_groups} == joint
+    assert {tuple(sorted(ranks)) for ranks in layout.groups(*JOINT_ROLES)} == joint
     assert {role: layout.first_group(role) for role in ROLES} == {role: groups[0] for role, groups in expected.items()}
-    assert layout.first_joint_group == layout.joint_groups[0]
-    for ranks in layout.joint_groups:  # the expert-TP rank is the fastest
+    assert layout.first_group(*JOINT_ROLES) == layout.groups(*JOINT_ROLES)[0]
+    for roles, unit in itertools.product(((role,) for role in ROLES), (1, 4, 6)):
+        moved = {ranks[0] % unit: ranks for ranks in reversed(layout.groups(*roles))}
+        assert layout.groups(*roles, unit=unit) == tuple(sorted(moved.values()))
+    for ranks in layout.groups(*JOINT_ROLES):  # the expert-TP rank is the fastest
         shards = [ranks[first : first + layout.expert_tp] for first in range(0, len(ranks), layout.expert_tp)]
         assert set(shards) <= set(layout.groups("expert-tp")) and next(zip(*shards, strict=True)) in layout.groups("ep")
     return True

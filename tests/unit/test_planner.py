@@ -358,7 +358,9 @@ def test_what_a_candidate_takes_is_what_its_timelines_take():
 def test_the_world_s_groups_are_not_listed_for_each_candidate(monkeypatch):
     """Listing them for 98,304 ranks took 60 seconds in the place of 4."""
     listed, groups = [], Layout.groups
-    monkeypatch.setattr(Layout, "groups", lambda *arguments: listed.append(arguments[1]) or groups(*arguments))
+    monkeypatch.setattr(
+        Layout, "groups", lambda self, *roles, **unit: listed.append(roles) or groups(self, *roles, **unit)
+    )
     known = describe(H100_IB400, Layout(1024, ep=64), 7168, 2048)
     of_cluster = len(listed)
     layer = dataclasses.replace(LAYER, hidden=7168, ffn=2048, experts=256, topk=8, ep=64, etp=1, workers=(8, 8))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
-from megatron_moe_opt.topology.layouts import Layout
+from megatron_moe_opt.topology.layouts import JOINT_ROLES, Layout
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ def balance(chosen: Sequence[Sequence[int]], layout: Layout) -> RoutingBalance:
     """
     of_rank = [0] * layout.world
     held = len(chosen[0]) // layout.ep
-    for group in layout.joint_groups:
+    for group in layout.groups(*JOINT_ROLES):
         arriving = [sum(rows) for rows in zip(*(chosen[rank] for rank in group), strict=True)]
         for joint_rank, rank in enumerate(group):
             first = joint_rank // layout.expert_tp * held

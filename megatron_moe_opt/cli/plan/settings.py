@@ -191,7 +191,8 @@ def _known(settings: PlanSettings, model: ModelShape) -> Site:
     peak = given["tflops"] * 1e12 if "tflops" in given else known.device.peak_flops
     device = GpuSpeed(peak, given.get("efficiency", known.device.efficiency))
     known = _with_bandwidths(replace(known, device=device), settings)
-    cluster = describe(known, layout, model.hidden, max(model.ffn // layout.expert_tp, 1), settings.dtype)
+    ffn = max(model.ffn // layout.expert_tp, 1)
+    cluster = describe(known, layout, model.hidden, ffn, settings.dtype, replicated=not settings.sequence_parallel)
     workers = levels_of_ep(known, layout)
     named = workers != levels_of_layout(layout, cluster.world.nodes)
     return Site(cluster, layout, workers, named, device, known.memory)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind
-from megatron_moe_opt.topology.layouts import ROLES
+from megatron_moe_opt.topology.layouts import JOINT_ROLES, ROLES
 
 if TYPE_CHECKING:
     from megatron_moe_opt.planning.costs.cluster import Cluster, Points, World
@@ -65,7 +65,7 @@ def _ranks(world: World, group: str) -> tuple[int, ...] | None:
     if group in ROLES:
         return world.layout.first_group(group)
     if group == JOINT:
-        return world.layout.first_joint_group
+        return world.layout.first_group(*JOINT_ROLES)
     domains = _DOMAINS.fullmatch(group)
     if domains is None:
         return None

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -31,7 +32,7 @@ from megatron_moe_opt.schedules import parm
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.pipeline import ChunkBytes
 from megatron_moe_opt.schedules.schedule import Kind, Op
-from megatron_moe_opt.topology.layouts import Layout
+from megatron_moe_opt.topology.layouts import JOINT_ROLES, REPLICA_ROLES, Layout, Role
 
 SIZES = tuple(2**power for power in range(14, 35, 2))
 """The bytes of the points of a curve, besides those that efficiencies were published for: 16 KiB to 16 GiB."""
@@ -54,11 +55,14 @@ class _Place:
     """Number of ranks in the group."""
 
 
-def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: str = "bf16") -> Cluster:
+def describe(
+    known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: str = "bf16", replicated: bool = True
+) -> Cluster:
     """Returns what a profile of this layout on such a cluster would hold.
 
     Args:
         hidden, ffn: of the expert whose time is given; ffn of one rank's shard.
+        replicated: whether TP ranks may hold the same tokens: Parm's SAA is for these alone, and takes long to play.
 
     Raises:
         ConfigurationError: ranks that do not fill the cluster's nodes alike, or EP groups that no levels of equal
@@ -71,18 +75,21 @@ def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: 
         (kind, None): tuple((size, size / bandwidth) for size in SIZES) for kind, bandwidth in moves.items()
     }
     gathered = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
-    groups = {
-        "expert-tp": (layout.groups("expert-tp"), gathered),
-        TP: (layout.groups("tp"), gathered),
-        "cp": (layout.groups("cp"), gathered),
-        "dp": (layout.replica_groups, gathered),
-        "expert-dp": (layout.groups("expert-dp"), gathered),
-        JOINT: (layout.joint_groups, (Kind.ALL_TO_ALL,)),
-        "ep": (layout.groups("ep"), (Kind.ALL_TO_ALL,)),
-        STAGES: ([pair for group in layout.groups("pp") for pair in pairwise(group)] or [(0,)], (Kind.ALL_GATHER,)),
+    groups: dict[str, tuple[tuple[Role, ...], tuple[Kind, ...]]] = {
+        "expert-tp": (("expert-tp",), gathered),
+        TP: (("tp",), gathered),
+        "cp": (("cp",), gathered),
+        "dp": (REPLICA_ROLES, gathered),
+        "expert-dp": (("expert-dp",), gathered),
+        JOINT: (JOINT_ROLES, (Kind.ALL_TO_ALL,)),
+        "ep": (("ep",), (Kind.ALL_TO_ALL,)),
+        STAGES: (("pp",), (Kind.ALL_GATHER,)),
     }
-    for name, (members, kinds) in groups.items():
+    for name, (roles, kinds) in groups.items():
+        members = layout.groups(*roles, unit=_unit(levels))
         if len(members[0]) > 1:
+            if name == STAGES:
+                members = tuple(pair for group in members for pair in pairwise(group))
             points = _slowest(levels, _places(levels, members), in_rings=name in ("dp", "expert-dp"))
             curves |= {(kind, name): points for kind in kinds}
     for level, ranks in realisable_groups(workers):
@@ -90,8 +97,7 @@ def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: 
         curves |= {(kind, role(kind, workers, level, ranks)): _slowest(levels, [place]) for kind in KINDS}
     permutes = tuple((size, PERMUTES * size / known.copy_bandwidth) for size in SIZES)
     cluster = Cluster(
-        World(tuple(rank // levels[0][0] for rank in range(layout.world)), layout.tp, layout.cp, layout.ep,
-              layout.expert_tp),
+        World(_nodes(layout.world, levels[0][0]), layout.tp, layout.cp, layout.ep, layout.expert_tp),
         curves,
         dict(known.slowdown),
         known.overhead,
@@ -100,7 +106,13 @@ def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: 
         host={"described as": known.title},
         one_queue=demands_one_queue(layout.tp, layout.cp, known.capability),
     )  # fmt: skip
-    return _with_saa(cluster)
+    return _with_saa(cluster) if replicated else cluster
+
+
+@cache
+def _nodes(world: int, ranks: int) -> tuple[int, ...]:
+    """Returns the node of each rank: one tuple for all layouts of a search."""
+    return tuple(rank // ranks for rank in range(world))
 
 
 def levels_of_ep(known: KnownCluster, layout: Layout) -> tuple[int, ...]:
@@ -109,9 +121,10 @@ def levels_of_ep(known: KnownCluster, layout: Layout) -> tuple[int, ...]:
     Raises:
         ConfigurationError: groups that lie on the levels unevenly, or see KnownCluster.levels.
     """
-    joined = [ranks for ranks, _ in known.levels(layout.world)]
+    levels = known.levels(layout.world)
+    joined = [ranks for ranks, _ in levels]
     found = set()
-    for group in layout.groups("ep"):
+    for group in layout.groups("ep", unit=_unit(levels)):
         # Ranks of the group in one unit of each level, from the whole group inwards.
         counts = [[len(group)]]
         for ranks in reversed(joined[:-1]):
@@ -136,17 +149,25 @@ def _short(group: Sequence[int]) -> str:
     return f"{group[0]}, {group[1]}, ... {group[-1]}"
 
 
+def _unit(levels: Sequence[tuple[int, Fabric]]) -> int:
+    """Returns the ranks of a unit of all levels but the outermost: groups that are the same moved by as many, or by a
+    multiple, lie on the network alike.
+    """
+    return levels[-2][0] if len(levels) > 1 else 1
+
+
 def _places(levels: Sequence[tuple[int, Fabric]], groups: Iterable[Sequence[int]]) -> set[_Place]:
     """Returns the places of all ranks of all groups."""
     members = np.array([*groups])
     number, size = members.shape
-    reached = [np.ones(members.size, dtype=np.int64)]  # by each rank in its unit of a level, itself counted
+    group = np.arange(number)[:, None]
+    reached = [np.ones(members.shape, dtype=np.int64)]  # by each rank in its unit of a level, itself counted
     for ranks, _ in levels:
-        units = members // ranks + np.arange(number)[:, None] * (members.max() + 1)  # another group's are others
-        _, unit_of, counts = np.unique(units, return_inverse=True, return_counts=True)
-        reached.append(counts[unit_of.ravel()])
-    peers = np.unique(np.diff(reached, axis=0), axis=1).T
-    return {_Place(tuple(map(int, of_rank)), size) for of_rank in peers}
+        units = members // ranks * number + group  # another group's are others
+        reached.append(np.bincount(units.ravel())[units])
+    peers = [outer - inner for inner, outer in pairwise(reached)]
+    _, different = np.unique(sum(of_level * size**level for level, of_level in enumerate(peers)), return_index=True)
+    return {_Place(tuple(int(of_level.flat[one]) for of_level in peers), size) for one in different}
 
 
 def _place_of_domains(

@@ -78,9 +78,8 @@ class Skew:
     @cached_property
     def exchanged(self) -> float:
         """Returns how large even messages, over the mean, would make an all-to-all over the EP group take as long."""
-        world = self._cluster.world
-        groups = self._groups
-        if not self._rows or all(len({world.nodes[rank] for rank in group}) == 1 for group in groups):
+        nodes = self._cluster.world.nodes
+        if not self._rows or all(len({nodes[rank] for rank in group}) == 1 for group in self._groups):
             return self._imbalance
         return self._of_nodes(self._imbalance, self._rows, link_sharing(self._cluster))
 
