@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
 from megatron_moe_opt.planning.costs.known_clusters import A800_IB200, H100_IB400
 from megatron_moe_opt.planning.planner import best, bound_and_stock, candidates, in_fewest_parts
 from megatron_moe_opt.planning.predicting import expert_migration
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction
 from megatron_moe_opt.planning.predicting.skew import Skew
@@ -21,8 +23,9 @@ from megatron_moe_opt.row_format import Wire
 from megatron_moe_opt.schedules.mpmoe import token_shares
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane
+from megatron_moe_opt.systems.expert_migration import EXPERT_MIGRATION, fastest_domains
 from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION
-from megatron_moe_opt.systems.expert_migration import fastest_domains
+from megatron_moe_opt.systems.mpmoe import MPMOE
 from megatron_moe_opt.topology.layouts import Layout
 from tools import stream_levels
 
@@ -274,8 +277,14 @@ def test_copies_of_experts_that_travel_and_their_compression_count():
     assert compressed.seconds < whole.seconds and compressed.inter_bytes < whole.inter_bytes
 
 
-@pytest.mark.parametrize("variant", ["expert-migration:2x4", "mpmoe:4:hops:2x4"])
-def test_encoding_and_decoding_costs_what_was_measured_or_copies_of_as_many_bytes(variant):
+@pytest.mark.parametrize(
+    ("variant", "system", "options"),
+    [
+        ("expert-migration:2x4", EXPERT_MIGRATION, Options()),
+        ("mpmoe:4:hops:2x4", MPMOE, Options(partitions=4, way="hops", domain_sizes=(2, 4))),
+    ],
+)
+def test_encoding_and_decoding_costs_what_was_measured_or_copies_of_as_many_bytes(variant, system, options):
     """Encoding takes 2 copies of a rank's own experts, and decoding one of those of 7 others; of gradients for and from
     them it is 4 and 2.5, in float32.
     """
@@ -288,8 +297,8 @@ def test_encoding_and_decoding_costs_what_was_measured_or_copies_of_as_many_byte
         for nanoseconds in (1, 2):
             slower = {**measured.curves, (kind, None): ((1, 1e-9 * nanoseconds),)}
             compressed = dataclasses.replace(layer, compression=ratio, gradient_compression=ratio)
-            found = candidates(compressed, dataclasses.replace(measured, curves=slower))[0]
-            times.append(by_variant(found)[variant].seconds)
+            on = LayerOnCluster(compressed, dataclasses.replace(measured, curves=slower))
+            times.append(by_variant(tuple(system.candidates(on, options)))[variant].seconds)
         return times[1] - times[0]
 
     copies = 2 + 7 + 2 * 7 * (4 + 2.5)
