@@ -11,7 +11,7 @@ import argparse
 import functools
 import random
 import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,9 @@ MODEL_ARGUMENTS = (
 # How Megatron lays out a checkpoint; to it comes the format of the distributed optimizer's state.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 _OF_COMMAND_LINE = ("max_lr", "min_lr", "betas")
-"""What Megatron's groups of parameters keep of the command line, and would take from a checkpoint."""
+"""What Megatron's groups of parameters keep of the command line, alike in all of them, and would take from a
+checkpoint. From megatron-core 0.19 on it knows by them which group is which.
+"""
 _ROOM = 1 << 20  # bytes that must be free, at least, for a checkpoint to be begun
 AS_IN_MEMORY = "dp_reshardable"  # no gathering on one rank
 BY_PARAMETER = "fully_reshardable"
@@ -144,10 +146,10 @@ class Checkpointer:
         saved_format = content.get("distrib_optim_sharding_type", AS_IN_MEMORY) if by_place else BY_PARAMETER
         state = dist_checkpointing.load(self._sharded_state(saved_format, is_loading=True), str(path))
         self._model.module.load_state_dict(state["model"])
-        ours = [{name: group[name] for name in _OF_COMMAND_LINE} for group in self._optimizer.param_groups]
+        here = next(({name: one[name] for name in _OF_COMMAND_LINE} for one in self._optimizer.param_groups), {})
+        for group in _groups_of_parameters(state["optimizer"]):
+            group.update(here)
         self._optimizer.load_state_dict(state["optimizer"])
-        for group, of_group in zip(self._optimizer.param_groups, ours, strict=True):
-            group.update(of_group)
         _separate_steps(self._optimizer)
         here, there = (_schedule(one) for one in (self._scheduler.state_dict(), state["opt_param_scheduler"]))
         self._scheduler.load_state_dict(state["opt_param_scheduler"])
@@ -180,6 +182,14 @@ class Checkpointer:
                 f"--load: {path} was saved with {say_sizes(saved_sizes)}, but this run has {say_sizes(self._sizes)};"
                 " use the same parallel sizes and number of ranks"
             )
+
+
+def _groups_of_parameters(state: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the groups in the state of an optimizer, or of several in one."""
+    yield from state.get("param_groups", ())
+    for part in state.values():
+        if isinstance(part, Mapping):
+            yield from _groups_of_parameters(part)
 
 
 def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
