@@ -146,9 +146,9 @@ class Checkpointer:
         saved_format = content.get("distrib_optim_sharding_type", AS_IN_MEMORY) if by_place else BY_PARAMETER
         state = dist_checkpointing.load(self._sharded_state(saved_format, is_loading=True), str(path))
         self._model.module.load_state_dict(state["model"])
-        here = next(({name: one[name] for name in _OF_COMMAND_LINE} for one in self._optimizer.param_groups), {})
+        ours = next(({name: one[name] for name in _OF_COMMAND_LINE} for one in self._optimizer.param_groups), {})
         for group in _groups_of_parameters(state["optimizer"]):
-            group.update(here)
+            group.update(ours)
         self._optimizer.load_state_dict(state["optimizer"])
         _separate_steps(self._optimizer)
         here, there = (_schedule(one) for one in (self._scheduler.state_dict(), state["opt_param_scheduler"]))
