@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 from tests.ranks.devices import rank_device
 
+ONE_MORE = sys.version_info < (3, 11)  # call, which Python 3.10 counts
 BUILDERS = ("schedules/pipeline.py", "schedules/issue_order.py")
 
 
@@ -31,7 +34,7 @@ def _calls(variant: str) -> tuple[int, dict[tuple[str, str], int]]:
 
 @pytest.mark.parametrize(
     ("variant", "ops", "an_op"),
-    [("monta:O3x4", 32, 24), ("mpmoe:4", 40, 32), ("mpmoe:4:hops", 56, 27)],
+    [("monta:O3x4", 32, 24), ("mpmoe:4", 40, 31), ("mpmoe:4:hops", 56, 27)],
 )
 def test_a_pass_builds_no_schedule(ranks, variant, ops, an_op):
     """Ops, what they wait for and their order are those of the pass before, and are bound to tensors. The sizes that a
@@ -39,4 +42,4 @@ def test_a_pass_builds_no_schedule(ranks, variant, ops, an_op):
     """
     for issued, calls in ranks.run(_calls, variant=variant):
         assert not {name for file, name in calls if file in BUILDERS or name == "sized"}
-        assert issued == ops and sum(calls.values()) <= an_op * ops
+        assert issued == ops and sum(calls.values()) <= an_op * ops + ONE_MORE

@@ -39,7 +39,8 @@ def test_saves_what_the_paper_says(ranks):
     rows = {row.strategy: row for row in results[0]}
     row_bytes = TOKENS * HIDDEN * 4
     another = FFN // HIDDEN * row_bytes / PARTITIONS  # T_M of a partition, which eq. 5 has once
-    weight = HIDDEN * FFN * 4  # gradients of weights before they are summed: two at a time, three with PyTorch 2.6
+    weight = HIDDEN * FFN * 4  # what gradients of weights take before they are summed: two at a time, with 2.6 three
+    unsummed = (3 if torch.__version__.startswith("2.6.") else 2) * weight
     block = 512 if on_gpus() else 0  # bytes to which a GPU's allocator rounds
     for strategy in ("S1", "S2", "S3", "S4"):
         row = rows[strategy]
@@ -47,7 +48,7 @@ def test_saves_what_the_paper_says(ranks):
         assert row.saved >= 0.95 * row.predicted - less, row
         assert row.use.held < 0.25 * row.without.held  # the output, and under S2 and S4 the packed rows
     for offloads, recomputes in ("S1", "S3"), ("S2", "S4"):
-        assert another - block <= rows[offloads].use.peak - rows[recomputes].use.peak <= another + 3 * weight
+        assert another - block <= rows[offloads].use.peak - rows[recomputes].use.peak <= another + unsummed
     most = 2 if on_gpus() else 1.1  # the fullest rank has a little more; pinned memory is rounded up to powers of two
     # T_DI, and T_M: the activation function's input.
     for strategy, copies in ("none", 0), ("S1", 1 + FFN // HIDDEN), ("S2", FFN // HIDDEN), ("S3", 1), ("S4", 0):
