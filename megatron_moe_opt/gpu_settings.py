@@ -2,7 +2,8 @@
 
 CUDA_DEVICE_MAX_CONNECTIONS is the number of hardware queues through which streams reach a GPU, 8 where it is not set.
 With 1, what waits on one stream holds up all that is launched after it on others (docs/streams.md).
-TORCH_NCCL_BLOCKING_WAIT has the host wait where a stream would.
+TORCH_NCCL_BLOCKING_WAIT has the host wait where a stream would. TORCH_DIST_USE_NCCL2 chooses between the two classes
+that PyTorch has for NCCL from 2.15 on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from megatron_moe_opt.planning.costs.differences import differences
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+NEW_CLASS = "TORCH_DIST_USE_NCCL2"
 SHARED = "MOE_OPT_SHARED_GPUS"
 """Environment variable of ours: 1, where ranks of a node are to share its GPUs, which serves tests."""
 _YES = ("1", "t", "true", "y", "yes")
@@ -26,11 +28,12 @@ _FIRST_THAT_NEEDS_NO_ORDER = 10
 
 
 def gpu_settings() -> dict[str, str]:
-    """Returns CONNECTIONS, BLOCKING, SHARED and NCCL's variables, as far as they are set."""
+    """Returns CONNECTIONS, BLOCKING, NEW_CLASS, SHARED and NCCL's variables, as far as they are set."""
     return {
         name: os.environ[name]
         for name in sorted(os.environ)
-        if name in (CONNECTIONS, BLOCKING, SHARED) or (name.startswith("NCCL_") and not name.startswith(_OF_NO_EFFECT))
+        if name in (CONNECTIONS, BLOCKING, NEW_CLASS, SHARED)
+        or (name.startswith("NCCL_") and not name.startswith(_OF_NO_EFFECT))
     }
 
 

@@ -2,11 +2,11 @@
 
     bash tools/gpu_check.sh --node             builds first; one node of up to 8 GPUs
     python -m tools.gpu_node --plan --gpus 8   the steps and their limits, without a GPU
-    sbatch tools/gpu_nodes.sbatch              two nodes
+    sbatch tools/gpu_nodes.sbatch              two nodes of a Slurm cluster; --nodes=1: one
 
 On one GPU SHARING ranks share it, over NCCL's sockets: their results count there, their times say nothing of a cluster.
-Every step has a time limit; one that fails does not stop the others. Ends with a page (runs/gpu_node/page.md), and with
-a status that is not 0 if a step failed.
+Every step has a time limit; one that fails does not stop the others. Ends with a page (page.md in runs/gpu_node, or
+in runs/gpu_node-JOB under Slurm), and with a status that is not 0 if a step failed.
 """
 
 from __future__ import annotations
@@ -147,14 +147,17 @@ def run(step: Step, log: Path) -> Result:
         return Result(step.name, f"not run: no {step.needs} here")
     begin = time.monotonic()
     with open(log, "w") as file:
-        process = subprocess.Popen(
-            step.command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"} | step.environment,
-        )
+        try:
+            process = subprocess.Popen(
+                step.command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"} | step.environment,
+            )
+        except OSError as error:  # no srun in a container
+            return Result(step.name, f"FAILED ({error})")
         try:
             status = process.wait(step.limit_s)
             said = "ok" if status == 0 else f"FAILED (exit status {status}): {log}"
@@ -204,7 +207,7 @@ def main() -> int:
     if gpus == 1 and nodes > 1:
         print(f"gpu_node.py: error: {nodes} nodes of one GPU: use nodes of 2 to 8, or one node", file=sys.stderr)
         return 2
-    folder = ROOT / "runs" / "gpu_node"
+    folder = ROOT / "runs" / "-".join(["gpu_node", *filter(None, [os.environ.get("SLURM_JOB_ID")])])
     ranks = Ranks(gpus, nodes) if gpus > 1 else Ranks(SHARING, sharing=True)
     if ranks.sharing:
         os.environ[SHARED] = "1"  # for what the steps start
@@ -229,7 +232,8 @@ def main() -> int:
     sharing = f", shared by {ranks.gpus} ranks" if ranks.sharing else ""
     title = f"{ranks.nodes} node(s) of {gpus} x {torch.cuda.get_device_name()}{sharing}, {day}"
     written = page(title, _facts(), results, folder, ranks.queues, not_installed, ALL_TESTS)
-    targets = [folder / "page.md"] + [ROOT / "docs" / "benchmarks" / f"gpu-node-{day}.md"] * args.record
+    record = ROOT / "docs" / "benchmarks" / f"gpu-node{'s' * (ranks.nodes > 1)}-{day}.md"
+    targets = [folder / "page.md"] + [record] * args.record
     for target in targets:
         target.write_text(written)
     print(f"\n{written}\nwritten: {', '.join(map(str, targets))}")

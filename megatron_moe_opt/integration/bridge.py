@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_moe_opt.integration.checks import BRIDGES_RESTART, check_processes
+from megatron_moe_opt.integration.checks import BRIDGES_RESTART, check_flags
 from megatron_moe_opt.integration.observe.reports import report
 from megatron_moe_opt.integration.patching import replace, when_imported
 
@@ -73,7 +73,7 @@ def _refusing(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def maybe_wrap_for_inprocess_restart(train: Any, config: Any, state: Any) -> Any:
         if config.enabled:
-            check_processes(getattr(state.cfg.model, "moe_token_dispatcher_type", None), [BRIDGES_RESTART])
+            check_flags(getattr(state.cfg.model, "moe_token_dispatcher_type", None), [BRIDGES_RESTART])
         return stock(train, config, state)
 
     return maybe_wrap_for_inprocess_restart

@@ -49,7 +49,9 @@ _ANEW = (
     "begins a run anew in processes that {name} ends when a rank has failed: drop it, and have torchrun start them "
     "again (--max-restarts)"
 )
-_OF_PROCESSES = {
+_OF_RUNS = {
+    "--moe-enable-deepep": "has rows sent by DeepEP, which flex does and {name} does not: drop it (auto "
+    "tries flex where DeepEP is installed)",
     FAKE_GROUP: "has no other ranks, from which {name} takes numbers of rows: drop it, or use alltoall",
     "--inprocess-restart": _ANEW,
     BRIDGES_RESTART: _ANEW,
@@ -64,11 +66,13 @@ def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
         raise ConfigurationError(f"{FLAG} {name} is not a dispatcher: choose one of {known}")
 
 
-def check_processes(name: str, flags: Collection[str]) -> None:
-    """Refuses, under dispatchers of ours, those flags of a command line that are about processes which these need."""
+def check_flags(name: str, flags: Collection[str]) -> None:
+    """Refuses, under dispatchers of ours, those flags of a command line that ask for another dispatcher, or for
+    processes that these cannot run in.
+    """
     if name not in dispatcher_names():
         return
-    for flag, why in _OF_PROCESSES.items():
+    for flag, why in _OF_RUNS.items():
         if flag in flags:
             raise ConfigurationError(f"{flag} {why.format(name=f'{FLAG} {name}')}")
 
@@ -81,8 +85,8 @@ def check_arguments(arguments: Any, options: Options, refuses_unread: bool) -> N
         arguments: as Megatron-LM has parsed them.
     """
     check_division(arguments.num_experts, arguments.expert_model_parallel_size)
-    if of_processes := [flag for flag in _OF_PROCESSES if given_flag(arguments, flag) is not None]:
-        check_processes(arguments.moe_token_dispatcher_type, of_processes)
+    if given := [flag for flag in _OF_RUNS if given_flag(arguments, flag) is not None]:
+        check_flags(arguments.moe_token_dispatcher_type, given)
     if arguments.num_experts is None and refuses_unread:
         for one in fields(Options):
             if (value := getattr(options, one.name)) != one.default:

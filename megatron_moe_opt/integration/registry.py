@@ -28,11 +28,11 @@ from megatron_moe_opt.integration.checks import (
     check_arguments,
     check_config,
     check_division,
+    check_flags,
     check_is_called,
     check_name,
     check_never_unread,
     check_options_are_read,
-    check_processes,
     check_telemetry,
     is_upcycled,
 )
@@ -137,7 +137,7 @@ def check_named(arguments: Sequence[str]) -> None:
                 f"{FLAG} {name} has GPUs, and the compiled extension of megatron-moe-opt is for CPUs: run "
                 "MOE_OPT_CUDA=ON pip install --no-build-isolation -e . where nvcc is"
             )
-        check_processes(name, {argument.partition("=")[0] for argument in arguments})
+        check_flags(name, {argument.partition("=")[0] for argument in arguments})
 
 
 def launcher_options() -> Options | None:

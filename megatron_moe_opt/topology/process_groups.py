@@ -41,6 +41,9 @@ def refine(group: ProcessGroup, members: Sequence[int], what: str) -> ProcessGro
     """
     ranks = sorted(dist.get_global_rank(group, member) for member in members)
     backend = _backend(group)
+    # PyTorch 2.15's class binds a group to a GPU when it is made, by the rank's number where none is given.
+    binds = isinstance(backend, getattr(dist, "ProcessGroupNCCL2", ()))
+    bound = {"device_id": group.bound_device_id} if binds else {}
     with _made_by_members_alone(f"{what} {ranks}"):
         refined = dist.new_group(
             ranks,
@@ -49,6 +52,7 @@ def refine(group: ProcessGroup, members: Sequence[int], what: str) -> ProcessGro
             pg_options=_nccl_options(backend),
             use_local_synchronization=True,
             group_desc=what,
+            **bound,
         )
     _refined[refined] = group
     return refined
@@ -98,7 +102,10 @@ def follow_timeouts() -> None:
     """Gives each group the timeout that the group it refines has now."""
     for refined, group in _refined.items():
         if refined in distributed_c10d._world.pg_map:  # not destroyed
-            _backend(refined)._set_default_timeout(_backend(group).options._timeout)
+            backend = _backend(refined)
+            # Before PyTorch 2.15 the public name need not be there, from then on NCCL's class has no other.
+            set_timeout = getattr(backend, "_set_default_timeout", None) or backend.set_timeout
+            set_timeout(_backend(group).options._timeout)
 
 
 def _backend(group: ProcessGroup) -> Any:
@@ -119,6 +126,8 @@ def _nccl_options(backend: Any) -> Any:
     for name in _NCCL_SETTINGS:
         if hasattr(options, name):  # NCCL before 2.17 has no configuration
             setattr(options, name, getattr(backend.options, name))
+    if net_name := getattr(getattr(options, "config", None), "net_name", None):
+        options.config.net_name = net_name  # a string of its own: versions of NCCL free it with the communicator
     options._timeout = backend.options._timeout
     return options
 

@@ -104,6 +104,8 @@ def test_how_steps_end(tmp_path):
     assert late.failed and late.said.startswith("FAILED (over 1 s)") and time.monotonic() - begin < 30
     absent = result("", needs="no-such-program")
     assert absent.said == "not run: no no-such-program here" and not absent.failed
+    unstarted = run(Step("a step", ("no-such-program",), 60, {}), tmp_path / "log")
+    assert unstarted.failed and "No such file or directory: 'no-such-program'" in unstarted.said
 
 
 def test_the_page_tells_what_passed_and_what_was_measured():

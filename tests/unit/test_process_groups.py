@@ -27,12 +27,30 @@ class PlayedNccl:
     def __init__(self) -> None:
         self.options = self.Options()
 
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
+
 
 class PlayedNccl2:
     """Stands in for what is behind "nccl" from PyTorch 2.15 on: another class, with the same options."""
 
     def __init__(self) -> None:
         self.options = PlayedNccl.Options()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
+
+
+class Group:
+    """Stands in for a group of GPUs."""
+
+    bound_device_id = torch.device("cuda", 3)
+
+    def __init__(self, backend: object) -> None:
+        self.backend = backend
+
+    def _get_backend(self, device: torch.device) -> object:
+        return self.backend if device.type == "cuda" else None
 
 
 @pytest.mark.parametrize("kind", [PlayedNccl, PlayedNccl2])
@@ -45,7 +63,7 @@ def test_nccl_groups_take_over_priority_configuration_and_timeout(monkeypatch, k
     asked = {}
     world = types.SimpleNamespace(bound_device_id=torch.device("cuda", 0))
     of_group = types.SimpleNamespace(wrapped_pg=backend) if is_wrapped else backend
-    group = types.SimpleNamespace(_get_backend=lambda device: of_group if device.type == "cuda" else None)
+    group = Group(of_group)
 
     def new_group(ranks: list[int], **arguments: object) -> object:
         assert world.bound_device_id is None
@@ -55,6 +73,7 @@ def test_nccl_groups_take_over_priority_configuration_and_timeout(monkeypatch, k
 
     played = {
         "ProcessGroupNCCL": PlayedNccl,
+        "ProcessGroupNCCL2": PlayedNccl2,
         "is_nccl_available": lambda: True,
         "get_backend": lambda _: "nccl",
         "get_global_rank": lambda _, member: 2 * member,
@@ -67,6 +86,8 @@ def test_nccl_groups_take_over_priority_configuration_and_timeout(monkeypatch, k
     process_groups.refine(group, [3, 1], "a pair")
     assert distributed_c10d._world.group_count == count  # or ranks that have made fewer name the next group otherwise
     options = asked.pop("pg_options")
+    bound = asked.pop("device_id", None)  # which would connect the other class's group at once
+    assert bound == (group.bound_device_id if kind is PlayedNccl2 else None)
     assert asked == {
         "ranks": [2, 6],
         "timeout": timedelta(seconds=7),
@@ -78,6 +99,25 @@ def test_nccl_groups_take_over_priority_configuration_and_timeout(monkeypatch, k
     assert (options.is_high_priority_stream, options.config) == (True, "at most 16 CTAs")
     assert options._timeout == timedelta(seconds=7)
     assert world.bound_device_id == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("kind", [PlayedNccl, PlayedNccl2])
+def test_a_group_follows_the_timeout_of_the_one_it_refines(monkeypatch, kind: type):
+    refined, group, destroyed = (Group(kind()) for _ in range(3))
+    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(process_groups, "_refined", {refined: group, destroyed: group})
+    monkeypatch.setattr(distributed_c10d, "_pg_map", {refined: None, group: None})
+    group.backend.options._timeout = timedelta(seconds=7)
+    process_groups.follow_timeouts()
+    assert refined.backend.options._timeout == timedelta(seconds=7)
+    assert destroyed.backend.options._timeout == timedelta(minutes=10)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="a PyTorch without NCCL")
+def test_nccls_classes_have_what_is_called_of_them():
+    for kind in filter(None, (dist.ProcessGroupNCCL, getattr(dist, "ProcessGroupNCCL2", None))):
+        assert hasattr(kind, "options")
+        assert hasattr(kind, "_set_default_timeout") or hasattr(kind, "set_timeout")
 
 
 def test_no_other_code_makes_process_groups():

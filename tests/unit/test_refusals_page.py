@@ -210,7 +210,9 @@ ROWS: dict[str, list[Case]] = {
     ],
     "`--batch-invariant-mode`, from Megatron 0.20 on": [Case({"batch_invariant_mode": True})],
     "`--transformer-impl inference_optimized`": [Case({"transformer_impl": "inference_optimized"})],
-    "`--fake-process-group` or `--inprocess-restart`": _arguments("--fake-process-group", "--inprocess-restart"),
+    "`--moe-enable-deepep`, `--fake-process-group` or `--inprocess-restart`": _arguments(
+        "--moe-enable-deepep", "--fake-process-group", "--inprocess-restart"
+    ),
     "`--cuda-graph-impl`, or either of the flags that overlap (`--overlap-...`), beside `--moe-opt-telemetry`": [
         Case(one, options={"telemetry": True})
         for one in (

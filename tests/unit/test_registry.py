@@ -504,6 +504,10 @@ def test_a_choice_for_the_first_pass_is_refused_where_that_is_of_a_rollout(name,
     ("flag", "why"),
     [
         (
+            "--moe-enable-deepep",
+            "has rows sent by DeepEP, which flex does and --moe-token-dispatcher-type monta does not",
+        ),
+        (
             "--fake-process-group",
             "has no other ranks, from which --moe-token-dispatcher-type monta takes",
         ),
@@ -513,7 +517,7 @@ def test_a_choice_for_the_first_pass_is_refused_where_that_is_of_a_rollout(name,
         ),
     ],
 )
-def test_what_megatron_does_with_processes_is_refused_where_ours_needs_them(flag, why):
+def test_flags_of_other_dispatchers_and_processes_are_refused(flag, why):
     arguments = SimpleNamespace(num_experts=4, expert_model_parallel_size=2, moe_token_dispatcher_type="monta")
     setattr(arguments, flag[2:].replace("-", "_"), True)
     for check in (

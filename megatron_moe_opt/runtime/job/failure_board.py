@@ -282,8 +282,10 @@ def interrupted_by(interrupt: Callable[[], None]) -> None:
 
 
 def _abort_nccl() -> None:
-    """Aborts NCCL's groups alone, the last made first, none of them behind another: one may wait for its ranks. Gloo's
-    abort ends nothing that waits: there sends and receives are interrupted, and other collectives are not.
+    """Aborts NCCL's groups alone, the last made first, none of them behind another: one may wait for its ranks.
+
+    From PyTorch 2.15 on those that were split off one another take turns all the same. Gloo's abort ends nothing that
+    waits: there sends and receives are interrupted, and other collectives are not.
     """
     pg_map = dist.distributed_c10d._world.pg_map
     for group in [group for group in reversed(list(pg_map)) if "nccl" in dist.get_backend(group)]:

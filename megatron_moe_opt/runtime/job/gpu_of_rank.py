@@ -22,7 +22,8 @@ def take_gpu() -> torch.device:
         ConfigurationError: more ranks on this node than GPUs, of which there are several: the only one that a rank
             sees may be its own.
     """
-    local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    # Set for PyTorch, too: from 2.15 on it binds NCCL's groups to the GPU of this number, or of the rank's in the job.
+    local_rank, gpus = int(os.environ.setdefault("LOCAL_RANK", "0")), torch.cuda.device_count()
     number = 0 if gpus == 1 else local_rank
     if os.environ.get(SHARED) == "1":
         os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{local_rank // gpus}"
