@@ -22,8 +22,12 @@ _is_forward_only = False
 
 
 def trains(module: torch.nn.Module) -> bool:
-    """Whether a pass of a module that begins now is one of training. Rollouts are none, though in training mode."""
-    return module.training and not _is_forward_only
+    """Whether a pass of a module that begins now is one of training. Rollouts are none, though in training mode, nor
+    are those that CUDA graphs are captured in, between steps.
+    """
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    return module.training and not _is_forward_only and not is_graph_capturing()
 
 
 def follow_micro_batches() -> None:

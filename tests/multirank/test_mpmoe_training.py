@@ -44,8 +44,11 @@ def test_losses_are_stock(ranks, layout, settings, strategy, way):
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-5, atol=0)
 
 
-def gradients_that_arrive(dispatcher: str, options: Options, grouped: bool) -> tuple[set[int], list[float]]:
-    """How often each expert weight gets a gradient in a backward pass, and how far the gradients are from stock's.
+def gradients_that_arrive(
+    dispatcher: str, options: Options, grouped: bool, main_grads: torch.dtype = torch.float32
+) -> tuple[set[int], list[float], int]:
+    """How often each expert weight gets a gradient in a backward pass, how far the gradients are from stock's, and how
+    many came through autograd.
 
     With gradient accumulation fusion a weight's GEMM adds to main_grad itself, here in plain PyTorch. What comes
     through autograd all the same is added as Megatron's DDP adds it: not where a GEMM is said to have added already.
@@ -60,14 +63,17 @@ def gradients_that_arrive(dispatcher: str, options: Options, grouped: bool) -> t
     def add(rows: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad += grad.T @ rows
 
-    fused = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    fused = SimpleNamespace(wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add)
     stock = getattr(layers, "fused_weight_gradient_mlp_cuda", None), layers._grad_accum_fusion_available
     layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = fused, True
     arrived: Counter[str] = Counter()
+    by_autograd = 0
 
     def taken(name: str, counts: bool, weight: torch.Tensor) -> None:
+        nonlocal by_autograd
         if not weight.grad_added_to_main_grad:
             weight.main_grad += weight.grad
+            by_autograd += counts
         weight.grad = None  # where GEMMs add to main_grad, nobody has written it
         arrived.update([name] * counts)
 
@@ -84,7 +90,7 @@ def gradients_that_arrive(dispatcher: str, options: Options, grouped: bool) -> t
                 layer.load_state_dict(state)
                 weights = dict(layer.experts.named_parameters())
                 for name, weight in weights.items():
-                    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+                    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=main_grads), False
                     weight.register_post_accumulate_grad_hook(functools.partial(taken, name, bool(found)))
                 torch.manual_seed(7 + dist.get_rank())
                 for _ in range(2):  # micro-batches
@@ -95,7 +101,8 @@ def gradients_that_arrive(dispatcher: str, options: Options, grouped: bool) -> t
         megatron_moe_opt.register()
     expected, ours = found
     assert arrived.keys() == expected.keys()
-    return set(arrived.values()), [((ours[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected]
+    errors = [((ours[n] - expected[n]).float().norm() / expected[n].float().norm()).item() for n in expected]
+    return set(arrived.values()), errors, by_autograd
 
 
 TRAVELLING = {"network_levels": (4,), "domain_sizes": (4,)}
@@ -112,9 +119,21 @@ TRAVELLING = {"network_levels": (4,), "domain_sizes": (4,)}
 )
 def test_fused_gradients_arrive_once_a_pass(ranks, dispatcher, options, grouped):
     options = Options(**options)
-    for times, errors in ranks.run(gradients_that_arrive, dispatcher=dispatcher, options=options, grouped=grouped):
+    run = ranks.run(gradients_that_arrive, dispatcher=dispatcher, options=options, grouped=grouped)
+    for times, errors, by_autograd in run:
         assert times == {2}  # of two micro-batches
         assert max(errors) < 1e-6
+        assert bool(by_autograd) == (options.domain_sizes is not None)  # others' experts have no main_grad
+
+
+@pytest.mark.parametrize("strategy", ["none", "S3"])
+def test_narrow_main_grads_are_rounded_once_a_pass(ranks, strategy):
+    for partitions in (1, 4):
+        options = Options(partitions=partitions, memory_reuse=strategy)
+        given = {"dispatcher": "mpmoe", "options": options, "grouped": strategy == "none"}
+        for times, errors, by_autograd in ranks.run(gradients_that_arrive, main_grads=torch.bfloat16, **given):
+            assert times == {2} and max(errors) < 1e-2
+            assert bool(by_autograd) == (partitions > 1)  # of several GEMMs a pass none adds to main_grad
 
 
 def differing_counts() -> list[tuple[int, float]]:

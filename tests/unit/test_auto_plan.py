@@ -26,7 +26,7 @@ from megatron_moe_opt.integration.auto.look import passes_held
 from megatron_moe_opt.integration.auto.memory_room import COMMUNICATOR_BYTES, MOST_OF_FREE, Room
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.layer import expert_migration_layer
-from megatron_moe_opt.integration.micro_batches import _followed
+from megatron_moe_opt.integration.micro_batches import _followed, trains
 from megatron_moe_opt.integration.optimizer_step import gradients_cleared, step_ended
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
@@ -114,6 +114,16 @@ def test_what_tp_ranks_would_route_differently_is_not_tried(planned):
     (found,) = planned("monta:O2x2", **DRAWN)._make_plan(FirstStep(((SEEN,), ())))
     (reason,) = (one.reason for one in found.refused if one.variant == "parm:S2")
     assert reason.startswith("--moe-router-force-load-balancing has each rank of a TP group route the tokens that all")
+
+
+def test_passes_in_which_graphs_are_captured_are_none_of_training(monkeypatch):
+    """They come between steps, and are in no step's time."""
+    from megatron.core.transformer import cuda_graphs
+
+    module = torch.nn.Linear(1, 1)
+    assert trains(module) and not trains(module.eval())
+    monkeypatch.setattr(cuda_graphs, "is_graph_capturing", lambda: True)
+    assert not trains(module.train())
 
 
 def test_a_schedule_that_is_asked_for_before_the_first_step_knows_of_micro_batches(planned, monkeypatch):

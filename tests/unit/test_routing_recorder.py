@@ -17,6 +17,7 @@ from megatron_moe_opt.integration.observe.routing_recorder import (
 
 RECORDABLE = {
     "context_parallel_size": 1,
+    "cuda_graph_impl": "none",
     "mtp_num_layers": None,
     "moe_expert_capacity_factor": None,
     "recompute_granularity": None,
@@ -30,6 +31,7 @@ RECORDABLE = {
         ({"moe_token_dispatcher_type": "netmoe"}, "--moe-token-dispatcher-type netmoe, which moves samples: record"),
         ({"moe_token_dispatcher_type": "auto"}, "--moe-token-dispatcher-type auto, which measures with layers of its"),
         ({"context_parallel_size": 2}, "--context-parallel-size: leave it out"),
+        ({"cuda_graph_impl": "transformer_engine"}, "--cuda-graph-impl: leave it out"),
         ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor: leave it out"),
         ({"mtp_use_repeated_layer": True}, "--mtp-use-repeated-layer: leave it out"),
         ({"mtp_num_layers": 1, "is_hybrid_model": True}, "--mtp-num-layers in a hybrid model: leave it out"),

@@ -16,8 +16,9 @@ class Shared(torch.nn.Module):
 
     stream = SimpleNamespace(wait_stream=lambda stream: None)
 
-    def __init__(self, fused: bool) -> None:
+    def __init__(self, fused: bool, grouped: bool = True) -> None:
         super().__init__()
+        self.config = SimpleNamespace(moe_grouped_gemm=grouped)
         self.fused, self.fc1, self.fc2 = fused, torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
         self.cached_fc1_input = self.cached_fc2_input = self.cached_fc2_output = None
 
@@ -58,3 +59,12 @@ def test_halves_give_what_the_whole_does_and_leave_nothing_in_the_module(fused):
     found = [call.take_gradient(), *(one.grad for one in shared.parameters())]
     assert tokens.grad is None  # autograd adds to it, as to what came before the tokens
     assert all(torch.equal(*pair) for pair in zip(found, of_whole, strict=True))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_ungrouped_experts_wait_for_the_first_product_with_which_they_share_a_workspace(monkeypatch, grouped):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
+    shared = Shared(fused=False, grouped=grouped)
+    SharedCall(halves_of(shared), torch.randn(5, 4)).run_first()
+    assert waited == ([] if grouped else [shared.stream])

@@ -47,7 +47,7 @@ def call_experts(
         tokens_per_expert: int64 [owners * local experts], on the CPU.
         probs: [R].
     """
-    with _without_fused_gradients(experts):
+    with without_fused_gradients(experts):
         if _is_by_expert(experts):
             returned = _with_all(experts, of_owners)(tokens, tokens_per_expert, probs)
             for module in experts.modules():
@@ -72,9 +72,9 @@ def stays_behind(experts: nn.Module) -> str | None:
 
 
 @contextmanager
-def _without_fused_gradients(experts: nn.Module) -> Iterator[None]:
-    """Has forward passes in here give weights' gradients to autograd in their backward passes: other ranks' experts
-    have no main_grad here, to which a GEMM could add them.
+def without_fused_gradients(experts: nn.Module) -> Iterator[None]:
+    """Has forward passes in here give weights' gradients to autograd in their backward passes. Other ranks' experts
+    have no main_grad here, to which a GEMM could add them, and one that is narrow would be rounded at each.
     """
     settings = ((module, name, vars(module).get(name)) for module in experts.modules() for name in _FUSED)
     fused = [setting for setting in settings if setting[2]]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.expert_migration_layer import WatchedExperts, experts_to_migrate
-from megatron_moe_opt.integration.layer.experts_of_owners import call_experts
+from megatron_moe_opt.integration.layer.experts_of_owners import call_experts, without_fused_gradients
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.integration.optimizer_step import before_optimizer_step
 from megatron_moe_opt.integration.random_states import AllRandomStates
@@ -19,6 +20,7 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.products import Products
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
+from megatron_moe_opt.systems.system import PREFIX
 
 if TYPE_CHECKING:
     from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
@@ -68,6 +70,9 @@ def pipeline_experts(layer: Any, options: Options) -> None:
             products=tuple(Products(one, *_PRODUCTS) for one in layer.experts.modules() if _multiplies(one)),
         )
         dispatched, migrated = plugged.dispatched, plugged.dispatcher.migrated
+        if fuses and len(dispatched.rows.exchanges) > 1 and any(map(_has_narrow_main_grad, of_pass.parameters)):
+            _check_fusion_can_be_left_out(layer.config)
+            of_pass = dataclasses.replace(of_pass, run=functools.partial(_run_unfused, layer, run), fuses=False)
         if migrated is not None:
             migrated.fetch(dispatched.rows.news)  # on their way while the first partitions are
             of_pass.borrowed, of_pass.stand_ins = migrated.borrowed(), migrated.stand_ins(dispatched.rows.lent)
@@ -90,6 +95,30 @@ def _run(
 ) -> torch.Tensor:
     """Returns the outputs of this rank's experts."""
     return _without_bias(layer, *layer.experts(tokens, tokens_per_expert, probs))
+
+
+def _run_unfused(layer: Any, run: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+    """Returns what `run` does. Weights' gradients, of which there is one a partition, are summed before they are added
+    to main_grad.
+    """
+    with without_fused_gradients(layer.experts):
+        return run(*given)
+
+
+def _has_narrow_main_grad(parameter: torch.Tensor) -> bool:
+    """Whether gradients are added up in fewer bits than float32 has, as under --grad-reduce-in-bf16."""
+    main_grad = getattr(parameter, "main_grad", None)
+    return main_grad is not None and main_grad.itemsize < torch.float32.itemsize
+
+
+def _check_fusion_can_be_left_out(config: Any) -> None:
+    """Refuses, with ConfigurationError, operations that were told to add to main_grad when they were made."""
+    if getattr(config, "use_transformer_engine_op_fuser", False):
+        raise ConfigurationError(
+            "--use-transformer-engine-op-fuser adds each partition's gradients to main_grad, where they are narrower "
+            "than float32 and would be rounded each time: drop --grad-reduce-in-bf16, add "
+            f"--accumulate-allreduce-grads-in-fp32, or give {PREFIX}partitions 1"
+        )
 
 
 def _run_all(

@@ -21,6 +21,8 @@ def halves_of(shared: Any) -> SharedExperts:
         nonlocal halfway
         shared.cached_fc1_input = tokens
         shared.linear_fc1_forward_and_act()
+        if not shared.config.moe_grouped_gemm:  # Transformer Engine has one workspace for such products of all streams
+            torch.cuda.current_stream().wait_stream(shared.stream)
         halfway = "cached_fc2_output" if shared.cached_fc2_input is None else "cached_fc2_input"
         return taken(shared, halfway)
 

@@ -184,6 +184,7 @@ def note_kinds(kinds: torch.Tensor, names: Sequence[str]) -> None:
 def check_recordable(config: Any) -> None:
     """Refuses, with ConfigurationError, a TransformerConfig whose routing cannot be recorded."""
     for flag, given in (
+        ("--cuda-graph-impl", config.cuda_graph_impl != "none"),  # a router that is captured is not heard
         ("--optimizer-cuda-graph", getattr(training_arguments(), "optimizer_cuda_graph", False)),
         ("--context-parallel-size", config.context_parallel_size > 1),
         ("--moe-expert-capacity-factor", config.moe_expert_capacity_factor is not None),

@@ -360,7 +360,8 @@ class _Sum:
     """A parameter's gradient, summed over partitions: in float32, and rounded once.
 
     With gradient accumulation fusion a partition's GEMM adds to the parameter's main_grad, and autograd gets a stand-in
-    without a value, or nothing where saved tensors are caught: they come back without the attributes of the parameter.
+    without a value; or nothing, where others catch saved tensors, as checkpointing does, and give them back without the
+    attributes of the parameter.
     """
 
     def __init__(self, parameter: torch.Tensor, partitions: int, may_fuse: bool) -> None:

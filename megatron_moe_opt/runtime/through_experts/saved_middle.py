@@ -218,7 +218,8 @@ class SavedMiddle:
             return lent
         address, place = self._address(tensor), (tensor.dtype, tuple(tensor.shape), tensor.stride())
         if address is None:
-            return tensor.detach()  # an output itself would keep the graph that saves it alive
+            # An output itself would keep the graph that saves it alive; a parameter has attributes that are looked for.
+            return tensor if tensor.is_leaf else tensor.detach()
         if self._is_input(tensor):
             behind = tensor.storage_offset() * tensor.itemsize - self._tokens.storage_offset() * self._tokens.itemsize
             return _View(None, *place, behind // tensor.itemsize)
