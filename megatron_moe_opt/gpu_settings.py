@@ -16,6 +16,7 @@ from megatron_moe_opt.planning.costs.differences import differences
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 NEW_CLASS = "TORCH_DIST_USE_NCCL2"
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 SHARED = "MOE_OPT_SHARED_GPUS"
 """Environment variable of ours: 1, where ranks of a node are to share its GPUs, which serves tests."""
 _YES = ("1", "t", "true", "y", "yes")
@@ -59,6 +60,14 @@ def demands_one_queue(tp: int, cp: int, capability: int) -> bool:
         capability: the GPU's major compute capability.
     """
     return max(tp, cp) > 1 and capability < _FIRST_THAT_NEEDS_NO_ORDER
+
+
+def launches_in_turn() -> bool:
+    """Whether what waits on one stream may hold up collectives that are launched after it on others: for want of a
+    second hardware queue, or as NCCL keeps the order of launches over all communicators (from 2.26 on, where it is
+    asked to).
+    """
+    return has_one_queue() or os.environ.get(LAUNCH_ORDER) == "1"
 
 
 def has_one_queue() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ _SCHEDULES = (
     "forward_backward_pipelining_without_interleaving",
 )
 
+_after_passes: list[weakref.WeakMethod[Callable[[], None]]] = []
 _is_forward_only = False
 """Whether the schedule under way has no backward passes: an evaluation, or rollouts of reinforcement learning."""
 
@@ -28,6 +30,18 @@ def trains(module: torch.nn.Module) -> bool:
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
     return module.training and not _is_forward_only and not is_graph_capturing()
+
+
+def after_passes(callback: Callable[[], None]) -> None:
+    """Has a bound method called when the passes of a training step have ended, before the optimizer's step, as long as
+    its object is there.
+    """
+    _after_passes.append(weakref.WeakMethod(callback))
+
+
+def not_after_passes(callback: Callable[[], None]) -> None:
+    """Has it called no more, if it was."""
+    _after_passes[:] = [one for one in _after_passes if one() not in (None, callback)]
 
 
 def follow_micro_batches() -> None:
@@ -47,7 +61,11 @@ def _followed(
     stock: Callable[..., Any], *args: Any, num_microbatches: int, forward_only: bool = False, **kwargs: Any
 ) -> Any:
     with _forward_only() if forward_only else step_of(num_microbatches):
-        return stock(*args, num_microbatches=num_microbatches, forward_only=forward_only, **kwargs)
+        returned = stock(*args, num_microbatches=num_microbatches, forward_only=forward_only, **kwargs)
+    for one in () if forward_only else tuple(_after_passes):
+        if (callback := one()) is not None:
+            callback()
+    return returned
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from megatron_moe_opt.integration.checks import (
     is_upcycled,
 )
 from megatron_moe_opt.integration.layer.layer_passes import name_passes
-from megatron_moe_opt.integration.layer.layer_seam import LayerSlot
+from megatron_moe_opt.integration.layer.layer_seam import LayerSlot, own_method
 from megatron_moe_opt.integration.layer.netmoe_layer import wrap_transformer_block
 from megatron_moe_opt.integration.layer.ordered_experts import forget_orders, keep_expert_order
 from megatron_moe_opt.integration.layer.overlapped_batches import keep_expert_inputs, name_batches, overlaps_batches
@@ -339,7 +339,14 @@ def _compare(joint: ProcessGroup, name: str, config: Any) -> None:
 
 
 def _groups_of(stock: Any) -> ExpertGroups:
-    return ExpertGroups(ep=stock.ep_group, etp=stock.tp_group, joint=stock.tp_ep_group)
+    found = ExpertGroups(ep=stock.ep_group, etp=stock.tp_group, joint=stock.tp_ep_group)
+    for group in (found.ep, found.etp, found.joint):
+        if isinstance(group, ProcessGroup) and type(group) is not ProcessGroup:
+            raise ConfigurationError(
+                f"the process groups of MoE layers are {type(group).__name__}s, which frameworks take apart and make "
+                f"anew, and ours communicate by PyTorch's own: have these kept, or use {FLAG} alltoall"
+            )
+    return found
 
 
 def _plug(layer: Any, name: str, options: Options, plugged_class: type, says: bool = True) -> None:
@@ -349,7 +356,8 @@ def _plug(layer: Any, name: str, options: Options, plugged_class: type, says: bo
     system = system_of(name)
     dispatcher = system.build(groups, options, layer.config)
     layer.token_dispatcher = plugged_class(dispatcher, layer.config, pg_collection)
-    layer.token_dispatcher.gives_all_topk = type(layer.router).__module__.startswith("megatron.core.")
+    of_megatron = type(layer.router).__module__.startswith("megatron.core.")
+    layer.token_dispatcher.gives_all_topk = of_megatron and own_method(layer.router, "routing") is None
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)
     if options.expert_order is not None:

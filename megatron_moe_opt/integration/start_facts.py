@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_moe_opt import __version__
-from megatron_moe_opt.gpu_settings import CONNECTIONS, has_one_queue
+from megatron_moe_opt.gpu_settings import CONNECTIONS, LAUNCH_ORDER, has_one_queue, launches_in_turn
 from megatron_moe_opt.integration.checks import FLAG
 from megatron_moe_opt.kernels.extension import ABI
 from megatron_moe_opt.options import Options
@@ -35,7 +35,9 @@ def facts_of(options: Options, arguments: Sequence[str] = ()) -> dict[str, str |
         "megatron-moe-opt": f"{__version__} (interface {ABI})",
         "megatron-core": megatron_version(),
         "torch": torch.__version__,
-        CONNECTIONS: "1" if has_one_queue() else "not 1",  # it decides in which order experts travel
+        # They decide in which order experts travel.
+        CONNECTIONS: "1" if has_one_queue() else "not 1",
+        LAUNCH_ORDER: "1" if launches_in_turn() and not has_one_queue() else "of no effect",
     }
     for one in fields(options):
         facts[one.metadata["flag"]] = _shown(getattr(options, one.name))

@@ -446,7 +446,10 @@ class Turning(dict[str, float]):
 
 
 TURNED = ("alltoall", "mpmoe:2", "monta:O1")
-TRIED = 2 * (len(TURNED) + 1)  # steps, one turn each; then a window in which all is as it was, and one in which not
+TRIED = 2 * (len(TURNED) + 1 + 2)
+"""Steps, one turn each, and one more of stock and what is faster; then a window in which all is as it was, and one in
+which not.
+"""
 
 
 def train_while_times_turn(file: Path) -> dict[str, Any]:
@@ -456,7 +459,7 @@ def train_while_times_turn(file: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drift, "WINDOW", 3)
         patch.setattr(drift, "MOST_COST", 1e3)
-        steps = 2 * (1 + TRIED) + 2 * 3 + 1
+        steps = 2 * (1 + TRIED) + 2 + 2 * 3 + 1  # what had been chosen has a second turn, too
         return train(
             steps, Options(plan=file), {"ep": 4}, Turning("mpmoe:2", **seconds), moe_token_dispatcher_type="auto"
         )
@@ -523,7 +526,7 @@ def train_on_fewer_bytes(file: Path) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_room, "COMMUNICATOR_BYTES", 2**30)
-        patch.setattr(memory_room, "room", lambda *held: memory_room.Room(2**40, 2**20, *held))
+        patch.setattr(memory_room, "room", lambda passes, layers, *_: memory_room.Room(2**40, 2**20, passes, layers))
         patch.setattr(memory_room, "could_take", lambda size: size < 2**30 or dist.get_rank() != 2)
         return train(
             options=Options(profile=file), sizes={"ep": 4}, seconds=AllAlike(),
@@ -554,13 +557,14 @@ def test_a_plan_runs_from_the_first_step_and_is_tried(ranks, tmp_path):
     seconds = {name: 1.0 if name in ("alltoall", "monta:O1") else 1.0 - 0.1 * int(name[-1]) for name in CANDIDATES}
     seconds["allgather"] = 1.0
     answers = ranks.run(
-        train, steps=26, options=options, sizes={"ep": 4}, seconds=seconds, moe_token_dispatcher_type="auto"
+        train, steps=30, options=options, sizes={"ep": 4}, seconds=seconds, moe_token_dispatcher_type="auto"
     )
     for answer in answers:
         assert answer["planned"] == "mpmoe:2"
         assert answer["tried"] == sorted(seconds)  # 6 of them at first; then 6 and 7 partitions, next to the fastest
         assert answer["runs"] == "mpmoe:7" and answer["built"] == [["mpmoe:7"]] * 2
-        assert answer["steps"] == 14 + 6 + 4  # of 2 a turn; 4, 5 and 6 partitions run a second time, then 6 and 7
+        # Of 2 a turn; 4, 5 and 6 partitions and stock run a second time, then 6 and 7.
+        assert answer["steps"] == 14 + 8 + 4
 
 
 def test_a_plan_that_differs_by_layer_runs_as_it_is(ranks, tmp_path):

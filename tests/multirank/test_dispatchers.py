@@ -247,3 +247,29 @@ def test_no_byte_of_a_row_is_left_unwritten(ranks):
     cases = [("monta", {"monta_level": "O3", "chunks": 2}), ("parm", {}), ("mpmoe", {"partitions": 2}),
              ("mpmoe", {"partitions": 2, "memory_reuse": "S2"})]  # fmt: skip
     assert ranks.run(nan_alarms, cases=cases) == [[True] * len(cases)] * 4
+
+
+def takes_topk_for_granted(is_replaced: bool) -> bool:
+    """Whether a dispatcher does so where the router is Megatron's, or its routing was replaced in place."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    stock = TopKRouter.routing
+
+    def replay(*given: Any, **named: Any) -> Any:
+        return stock(*given, **named)
+
+    with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+        megatron_moe_opt.register()
+        if is_replaced:
+            patch.setattr(TopKRouter, "routing", replay)
+        return build_layer(moe_config(moe_token_dispatcher_type="monta")).token_dispatcher.gives_all_topk
+
+
+def test_a_routing_that_others_have_put_in_place_may_choose_fewer_experts(ranks):
+    """As a replay of routing does that names an expert twice for a token."""
+    for is_replaced in (False, True):
+        assert ranks.run(takes_topk_for_granted, is_replaced=is_replaced) == [not is_replaced] * 4

@@ -8,6 +8,7 @@ import inspect
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from megatron_moe_opt.integration.auto import controller as controlling
 from megatron_moe_opt.integration.auto.auto_layer import current_controller
 from megatron_moe_opt.integration.auto.controller import Controller
 from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen, SeenExperts
-from megatron_moe_opt.integration.auto.look import passes_held
+from megatron_moe_opt.integration.auto.look import NO_STEP, passes_held
 from megatron_moe_opt.integration.auto.memory_room import COMMUNICATOR_BYTES, MOST_OF_FREE, Room
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.layer import expert_migration_layer
@@ -412,10 +413,17 @@ def test_a_step_that_is_captured_ends_the_run(timed, monkeypatch):
         step_ended(True)
 
 
+def chunk_with(config: Any) -> torch.nn.Module:
+    """Returns a stand-in for a model, of which its optimizer knows."""
+    chunk = torch.nn.Identity()
+    chunk.config = config
+    return chunk
+
+
 def test_steps_of_another_model_count_for_nothing(timed):
     """A dense critic is such a model, whose optimizer steps more often."""
     controller, layer, now = timed
-    dense, ours = (SimpleNamespace(config=one) for one in (copy.copy(controller.config), controller.config))
+    dense, ours = chunk_with(copy.copy(controller.config)), chunk_with(controller.config)
     dense.config.num_moe_experts = None
     for number in range(3):
         for chunk in (dense, ours, dense):
@@ -467,6 +475,27 @@ def test_what_is_sent_before_a_layer_runs_is_timed(timed):
         layer(torch.tensor([1.0]))
         controller.after_step()
     assert controller.trials.steps == 3 and controller.trials.longer_than(4.0) == 0.0
+
+
+def test_of_two_models_the_first_ones_steps_are_timed(timed):
+    """An actor's and a critic's, each with MoE layers under auto."""
+    controller, layer, now = timed
+    models = [SimpleNamespace(model_chunks=[chunk_with(controller.config)]) for _ in range(2)]
+    for seconds in (1.0, 1.0, 1.0):
+        for number, model in enumerate(models):
+            gradients_cleared(model)
+            layer(torch.tensor([seconds + 5.0 * number]))
+            step_ended(True, model)
+    assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
+
+
+def test_where_no_optimizer_of_megatrons_ends_a_step_a_line_says_so(timed, monkeypatch, capsys):
+    _, layer, _ = timed
+    monkeypatch.setattr("megatron_moe_opt.dispatchers.say._said", set())
+    for _ in range(NO_STEP + 1):
+        _followed(lambda **_: layer(torch.tensor([1.0])), num_microbatches=1)
+    said = capsys.readouterr().out
+    assert said.count(f"have run {NO_STEP} times without a step of one of its optimizers") == 1
 
 
 def test_a_ramped_batch_does_not_make_steps_longer(timed):

@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_moe_opt.planning.choosing.drift import DRIFT, LEARNT, MOST_COST, WINDOW, Drift
+from megatron_moe_opt.planning.choosing.drift import DRIFT, LEARNT, MOST_COST, WINDOW, Drift, first_look
 
 
 def windows_until_over(
-    seconds: Callable[[int], float], cost: float = 0.0, most: int = 60, is_first: bool = False
+    seconds: Callable[[int], float], cost: float = 0.0, most: int = 60, look: int = 100_000
 ) -> int | None:
     """How many windows pass before the choice is made anew; None: it is not."""
-    drift = Drift(cost, is_first)
+    drift = Drift(cost, look)
     for step in range(most * WINDOW):
         median = drift.record(seconds(step))
         if median is not None and drift.why_over(median) is not None:
@@ -56,8 +56,19 @@ def test_however_often_times_change_trials_cost_little():
     assert 0 < spent <= MOST_COST * trained
 
 
-def test_the_first_choice_of_a_run_is_made_anew_when_routers_have_learnt_and_it_has_become_cheap():
+def test_a_choice_is_made_anew_when_routers_have_learnt_and_it_has_become_cheap():
     learnt = LEARNT // WINDOW
-    assert windows_until_over(lambda step: 1.0, is_first=True) == learnt
-    assert windows_until_over(lambda step: 1.0, is_first=False) is None
-    assert windows_until_over(lambda step: 1.0, cost=2 * MOST_COST * LEARNT, is_first=True) == 2 * learnt
+    assert windows_until_over(lambda step: 1.0, look=LEARNT) == learnt
+    assert windows_until_over(lambda step: 1.0, look=60 * WINDOW + 1) is None
+    assert windows_until_over(lambda step: 1.0, cost=2 * MOST_COST * LEARNT, look=LEARNT) == 2 * learnt
+
+
+def test_looks_become_ten_times_as_rare():
+    assert [first_look(trained) for trained in (0, LEARNT - 1, LEARNT, 10 * LEARNT)] == [
+        LEARNT, LEARNT, 10 * LEARNT, 100 * LEARNT
+    ]  # fmt: skip
+    drift = Drift(0.0, LEARNT)
+    for _ in range(LEARNT // WINDOW - 1):
+        drift.why_over(1.0)
+    assert drift.next_look == LEARNT  # another reason has had it chosen anew before
+    assert drift.why_over(1.0) is not None and drift.next_look == 10 * LEARNT

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY, HostCopyOf
+from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY, HostCopyOf, Kept
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import _Sum
 from megatron_moe_opt.runtime.through_experts.products import Products
@@ -54,6 +54,16 @@ def test_pinned_copies_are_counted_as_pytorch_rounds_them(monkeypatch, number, t
     assert HOST_MEMORY.used == taken
     del copy
     assert HOST_MEMORY.used == 0
+
+
+def test_what_is_put_again_takes_the_same_memory_of_the_host():
+    kept, before = Kept(on_host=True), HOST_MEMORY.used
+    HOST_MEMORY.reset_peak()
+    for number in range(3):
+        kept.put(torch.full((4,), float(number)))
+        assert HOST_MEMORY.peak == HOST_MEMORY.used == before + 16 and kept.get().tolist() == [number] * 4
+    kept.put(torch.ones(8))  # of another shape
+    assert kept.get().tolist() == [1.0] * 8
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
@@ -30,6 +31,21 @@ from megatron_moe_opt.versions import megatron_is_before
 from tests.unit.config_cases import MOVES, config, refusal
 
 pytestmark = pytest.mark.usefixtures("registered")
+
+
+def test_groups_that_are_no_processgroups_of_pytorchs_own_are_refused():
+    """As reinforcement learning has them that destroys and makes them anew between phases."""
+
+    class Reloadable(dist.ProcessGroup):
+        pass
+
+    for own in range(3):
+        ep, etp, joint = (Reloadable(0, 1) if one == own else dist.ProcessGroup(0, 1) for one in range(3))
+        stock = SimpleNamespace(ep_group=ep, tp_group=etp, tp_ep_group=joint)
+        with pytest.raises(ConfigurationError, match="^the process groups of MoE layers are Reloadables, .* alltoall"):
+            registry._groups_of(stock)
+    stock = SimpleNamespace(ep_group=dist.ProcessGroup(0, 1), tp_group=None, tp_ep_group=None)
+    assert registry._groups_of(stock).ep is stock.ep_group
 
 
 def test_argparse_choices_follow_from_the_annotation():

@@ -13,6 +13,7 @@ from megatron_moe_opt.integration.optimizer_step import (
     after_optimizer_step,
     before_optimizer_step,
     configs_of_step,
+    model_of_step,
     refuse_lone_skips,
 )
 from megatron_moe_opt.option_values import AUTO
@@ -84,11 +85,26 @@ def _step_ended(of_planned_model: Callable[[Controller], None]) -> None:
         "--moe-token-dispatcher-type auto counts the optimizer's steps with all ranks", "name a dispatcher"
     )
     _controller.note_world()  # on ranks without a layer too, whose configuration may have come before the groups
-    of_planned_model(_controller) if _is_of_planned_model() else _controller.clock.others_step_ended()
+    if not _has_planned_layers():
+        _controller.clock.others_step_ended()
+    elif _is_of_first_model(_controller):
+        of_planned_model(_controller)
+    else:
+        _controller.clock.forget()
 
 
-def _is_of_planned_model() -> bool:
+def _has_planned_layers() -> bool:
     """Whether the step that has ended is of a model with planned layers, on whatever rank: all ranks know."""
     configs = configs_of_step()
     planned = (one.num_moe_experts is not None and one.moe_token_dispatcher_type == AUTO for one in configs)
     return not configs or any(planned)
+
+
+def _is_of_first_model(controller: Controller) -> bool:
+    """Whether it is of the first such model that had one. The layers of others, an actor's and a critic's say, run what
+    is chosen by its steps.
+    """
+    model = model_of_step()
+    if model is not None and controller.model is None:
+        controller.model = model.number
+    return model is None or model.number == controller.model

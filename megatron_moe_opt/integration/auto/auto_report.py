@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from megatron_moe_opt.planning.choosing.contenders import median_within
 from megatron_moe_opt.planning.choosing.trials import shortlist
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, told_together
 from megatron_moe_opt.systems import moves_samples
@@ -60,13 +61,16 @@ def settled_lines(controller: Controller, chosen: str) -> list[str]:
     if not controller.measured:
         return [f"{chosen} stays: nothing else has room"]
     measured, predicted = controller.measured, {one.variant: one.seconds for one in controller.predicted}
-    listed = ", ".join(f"{variant} {seconds * 1e3:.1f}" for variant, seconds in measured.items())
+    listed = ", ".join(map(_measured, measured.items(), controller.trials.times.values()))
     where = f" of {_named(controller.trying)}" if len(controller.shapes) > 1 else ""
-    lines = [f"measured ms a step, in {controller.trials.steps} steps of trials{where}: {listed}"]
+    lines = [
+        f"measured ms a step (and between which its median lies), in {controller.trials.steps} steps of trials{where}: "
+        f"{listed}"
+    ]
     if ALLTOALL not in measured:
         return [*lines, f"{chosen} stays"]
     if chosen == ALLTOALL:
-        return [*lines, f"{chosen} stays: nothing is faster"]
+        return [*lines, f"{chosen} stays: nothing is surely faster"]
     lines.append(
         f"{chosen} stays"
         + (", as planned" if chosen == controller.planned else f"; {controller.planned} was planned")
@@ -75,6 +79,12 @@ def settled_lines(controller: Controller, chosen: str) -> list[str]:
         + _predicted_saving(predicted, chosen, controller.trying.passes)
     )
     return [*lines, f"to run it without trials: {' '.join(_flags(chosen))}"]
+
+
+def _measured(median: tuple[str, float], times: Sequence[float]) -> str:
+    variant, seconds = median
+    low, high = median_within(times)
+    return f"{variant} {seconds * 1e3:.1f} ({low * 1e3:.1f}-{high * 1e3:.1f})"
 
 
 def _predicted_saving(predicted: Mapping[str, float], chosen: str, passes: int) -> str:
@@ -136,6 +146,14 @@ def no_room_line(variant: str, lacking: Sequence[int], ranks: int) -> str:
 def no_layer_line() -> str:
     """Returns the line that says why nothing was planned after a step."""
     return "no MoE layer has run in this step of an optimizer: it is planned by the first one in which some have"
+
+
+def no_step_line(schedules: int) -> str:
+    """Returns the line that says why nothing is planned."""
+    return (
+        f"Megatron's schedules have run {schedules} times without a step of one of its optimizers, by which "
+        f"{FLAG} auto goes: nothing is planned, and what runs first runs on; name a dispatcher"
+    )
 
 
 def later_layers_line() -> str:

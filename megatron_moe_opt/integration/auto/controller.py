@@ -67,9 +67,10 @@ from megatron_moe_opt.integration.layer.layer_passes import number_of
 from megatron_moe_opt.integration.layer.netmoe_layer import link
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.integration.micro_batches import trains
+from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.choosing.drift import Drift
+from megatron_moe_opt.planning.choosing.drift import Drift, first_look
 from megatron_moe_opt.planning.choosing.trials import Trials
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
@@ -94,6 +95,8 @@ class Controller:
     def __init__(self, config: Any, options: Options) -> None:
         self.config, self.options = config, options
         self.layers: list[PlannedLayer] = []
+        self.model: int | None = None
+        """The number of the model whose steps are looked at and timed; None: none has ended, or it is not known."""
         self.plan: Plan | None = None
         """The plan of --moe-opt-plan; None: there is none, or it was not read yet."""
         self._look = Look(config, options)
@@ -413,12 +416,30 @@ class Controller:
         reason = self._drift.why_over(self._largest(median))
         if reason is None:
             return
-        ran, self.settled, self.trials = self.trying.ran, False, None
-        say(AUTO, f"{' and '.join(self.chosen.values())} had been chosen; {reason}: {ran} runs once, to plan anew")
+        ran = self.trying.ran
+        had_been = f"{' and '.join(self.chosen.values())} had been chosen; {reason}"
+        if not self._could_run_again():
+            say(AUTO, f"{had_been}: it stays, as {ran}, by which it is planned anew, may have no room any more")
+            self._drift = Drift(self.overhead, self._drift.next_look)
+            return
+        self.settled, self.trials = False, None
+        say(AUTO, f"{had_been}: {ran} runs once, to plan anew")
         self._run_only(ran, self.layers)
         memory_room.count_peak_anew()
         self._look = Look(self.config, self.options)
         self._look.at(self.layers)
+
+    def _could_run_again(self) -> bool:
+        """Whether all GPUs have room for what runs in a step that is looked at, which may hold more than what was
+        chosen. A collective call over the world.
+        """
+        room = memory_room.room(sum(passes_held(layer, self.config) for layer in self.layers), len(self.layers))
+        above = sum(
+            one.above(one.ran, self.chosen[one.shape]).of(passes_held(layer, self.config), layers=1)
+            for one in self.shapes
+            for layer in self._layers_of(one)
+        )
+        return all(known_to_all(room is None or above <= room.spare))
 
     def _settle(self) -> None:
         trials, chosen = self.trials, self.trials.choice or self.trying.ran
@@ -438,7 +459,10 @@ class Controller:
         """Ends the trials; nothing is tried any more until steps take another time."""
         self.settled = True
         self.clock.forget()
-        self._drift = Drift(self.overhead, is_first=self._drift is None)
+        trained = getattr(training_arguments(), "iteration", 0)  # of a checkpoint that the run goes on from
+        look = first_look(trained) if self._drift is None else self._drift.next_look
+        self._drift = Drift(self.overhead, look)
+        memory_room.count_peak_anew()
 
     def _largest(self, value: float) -> float:
         """Returns the largest value of all ranks."""

@@ -101,10 +101,13 @@ class FirstStep:
     def by_shape(self) -> dict[LayerWorkload, list[list[Seen]]]:
         """Returns each rank's layers by their shape: the workload that they share, but for its tokens."""
         found: dict[LayerWorkload, list[list[Seen]]] = {}
+        shapes: dict[LayerWorkload, LayerWorkload] = {}  # by workloads: layers of thousands of ranks have few
         for rank, of_rank in enumerate(self.seen):
             for one in of_rank:
-                shape = dataclasses.replace(one.workload, tokens=0)
-                found.setdefault(shape, [[] for _ in self.seen])[rank].append(one)
+                if one.workload not in shapes:
+                    shape = shapes[one.workload] = dataclasses.replace(one.workload, tokens=0)
+                    found.setdefault(shape, [[] for _ in self.seen])
+                found[shapes[one.workload]][rank].append(one)
         return found
 
 
@@ -145,9 +148,11 @@ class Alike:
         """Returns the same after trials that have kept a variant."""
         return dataclasses.replace(self, kept=variant if variant in [one.variant for one in self.predicted] else None)
 
-    def above(self, variant: str) -> Above:
-        """Returns what a layer is predicted to hold under a variant beyond what it held; nothing: not predicted."""
-        return _above(self.predicted, self.ran).get(variant, Above(0, 0))
+    def above(self, variant: str, than: str | None = None) -> Above:
+        """Returns what a layer is predicted to hold under a variant beyond what it held, or holds under another;
+        nothing: not predicted.
+        """
+        return _above(self.predicted, than or self.ran).get(variant, Above(0, 0))
 
     def communicators(self, variant: str) -> int:
         """Returns the most communicators that get buffers for a variant on a rank, besides those of the step."""

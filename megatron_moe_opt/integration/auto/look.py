@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from megatron_moe_opt.dispatchers.say import say
+from megatron_moe_opt.dispatchers.say import say, say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto import memory_room
-from megatron_moe_opt.integration.auto.auto_report import unlike_levels_line
+from megatron_moe_opt.integration.auto.auto_report import no_step_line, unlike_levels_line
 from megatron_moe_opt.integration.auto.first_step import FirstStep, refusal
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of
 from megatron_moe_opt.integration.layer.netmoe_layer import PassesSeen, block_adds_up_otherwise, check_seams
+from megatron_moe_opt.integration.micro_batches import after_passes, not_after_passes
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.systems.netmoe import NETMOE
 from megatron_moe_opt.topology.agreement import known_to_all
+
+NO_STEP = 100
+"""The schedules without a step of an optimizer after which a line says that nothing is planned."""
 
 
 class Look:
@@ -31,6 +36,10 @@ class Look:
         """The routing of each layer where `netmoe` could run; empty under a plan.json, which says whether it does."""
         self._passes: list[PassesSeen] = []
         """The passes of the blocks that these layers are in."""
+        self._after_passes: memory_room.InUse | None = None
+        self._schedules = 0
+        """The schedules that have run since, each of a step's micro-batches or some of them."""
+        after_passes(self._passes_end)
 
     def at(self, layers: Iterable[PlannedLayer]) -> None:
         """Looks at these layers too."""
@@ -49,12 +58,19 @@ class Look:
 
     def taken(self) -> FirstStep:
         """Returns what was seen, and looks no more. A collective call over the world, and the groups of the layers."""
+        not_after_passes(self._passes_end)
         if self.options.plan is None:
             self._compare_levels()
         seen = tuple(one for layer in self.layers if (one := layer.seen()) is not None)
         held = sum(passes_held(layer, self.config) for layer in self.layers)
-        room = memory_room.room(held, len(self.layers))
+        room = memory_room.room(held, len(self.layers), self._after_passes)
         return FirstStep((seen,), () if room is None else (room,), *self._samples())
+
+    def _passes_end(self) -> None:
+        self._after_passes = memory_room.in_use()
+        self._schedules += 1
+        if self._schedules == NO_STEP:
+            say_once(AUTO, "no step", partial(no_step_line, NO_STEP))
 
     def _compare_levels(self) -> None:
         """Finds out which layers have no levels that hold for all expert-parallel groups of their size, and says so."""

@@ -66,23 +66,44 @@ def _taken(above: int, communicators: int) -> int:
 
 
 def count_peak_anew() -> None:
-    """Has `room` tell of the steps from here on."""
+    """Has `room` tell of the steps from here on, and other libraries have what PyTorch keeps unused."""
     if torch.cuda.is_available():
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
-def room(passes: int, layers: int) -> Room | None:
+class InUse(NamedTuple):
+    """The bytes of a rank's GPU that PyTorch has given out."""
+
+    most: int
+    """At most since they are counted."""
+    now: int
+
+
+def in_use() -> InUse | None:
+    """Returns what is in use on this rank's GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return InUse(torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
+
+
+def room(passes: int, layers: int, after_passes: InUse | None = None) -> Room | None:
     """Returns the memory of this rank's GPU, asked between two steps; None without a GPU: a host's memory may be
     swapped.
 
     Args:
         passes, layers: see Room.
+        after_passes: what was in use before the optimizer's step, whose first one makes its states: from the next step
+            on they are there in all passes. None: not known.
     """
-    if not torch.cuda.is_available():
+    in_step = in_use()
+    if in_step is None:
         return None
-    peak = torch.cuda.max_memory_allocated()
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - peak
-    return Room(free, peak - torch.cuda.memory_allocated(), passes, layers)
+    most, now = in_step
+    if after_passes is not None:
+        most = max(most, after_passes.most + now - after_passes.now)
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - most
+    return Room(free, most - now, passes, layers)
 
 
 def could_take(size: int) -> bool:

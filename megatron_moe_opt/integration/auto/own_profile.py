@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -108,14 +107,11 @@ def kept_in() -> Path | None:
 
 def facts_of_run(sizes: Sizes, layer: LayerWorkload, device: torch.device) -> dict[str, str | int]:
     """Returns what the times depend on, by names that the user knows. A collective call over the world."""
-    names = known_to_all((node_name(), socket.gethostname()))
-    nodes = number_nodes([node for node, _ in names])
-    hosts = list(dict.fromkeys(host for _, host in names))
+    nodes = number_nodes(known_to_all(node_name()))
     of_machine = {name: fact for name, fact in machine(device).items() if name != "name"}
     return {
         "nodes": len(set(nodes)),
         "nodes of ranks": _short(list(map(str, nodes)), "ranks"),
-        "hosts": _short(hosts, "hosts"),
         "--tensor-model-parallel-size": parallel_state.get_tensor_model_parallel_world_size(),
         "--context-parallel-size": parallel_state.get_context_parallel_world_size(),
         "--pipeline-model-parallel-size": parallel_state.get_pipeline_model_parallel_world_size(),

@@ -3,9 +3,10 @@ that had learnt nothing.
 
 A step's time alone says little: any may be disturbed. So medians of WINDOW steps are compared, with that of the first
 WINDOW steps after the choice, which were timed in the same way. Where they differ, up or down, something has changed
-(routing, lengths, a neighbour on the network), and another variant may be the fastest now. The first choice of a run is
-made anew besides when routers have learnt: in the step that it was planned by, and in its trials, they sent tokens
-where chance had put their weights. Plans and trials cost time, and on a machine that keeps changing they would be made
+(routing, lengths, a neighbour on the network), and another variant may be the fastest now. A choice is made
+anew besides when routers have learnt, after 1,000 steps, 10,000 and so on: in the step that the first one was planned
+by, and in its trials, they sent tokens where chance had put their weights; and what has become slower since is not seen
+by the time of what runs. Plans and trials cost time, and on a machine that keeps changing they would be made
 again and again: they are when they have become cheap beside the training since the last ones.
 """
 
@@ -20,24 +21,39 @@ DRIFT = 0.25
 MOST_COST = 0.01
 """The largest part of the time since a choice that the choice may have cost when the next one is made."""
 LEARNT = 1000
-"""The number of steps after the first choice from which on it is made anew: routers have learnt by then."""
+"""The number of steps from which on a run's first choice is made anew: routers have learnt by then."""
+
+
+def first_look(trained: int) -> int:
+    """Returns the steps after a run's first choice from which on it is made anew, of a model that has been trained for
+    so many: LEARNT, or as many times ten as are more.
+    """
+    look = LEARNT
+    while look <= trained:
+        look *= 10
+    return look
 
 
 class Drift:
     """Watches the steps after a choice. The same on every rank that is told the same medians."""
 
-    def __init__(self, cost: float, is_first: bool = False) -> None:
+    def __init__(self, cost: float, look: int) -> None:
         """Begins with the step after the choice.
 
         Args:
             cost: seconds that planning has taken, and trials longer than as many steps of what was chosen.
-            is_first: the choice is the first one of the run.
+            look: steps from which on the choice is made anew in any case.
         """
         self.usual: float | None = None
         """Seconds of a step after the choice; None: not yet known."""
-        self._cost, self._is_first = cost, is_first
+        self._cost, self._look = cost, look
         self._since, self._steps = 0.0, 0
         self._seconds: list[float] = []
+
+    @property
+    def next_look(self) -> int:
+        """Returns `look` for the choice after this one."""
+        return self._look * 10 if self._steps >= self._look else self._look
 
     def record(self, seconds: float) -> float | None:
         """Takes the time of a step on this rank; 0: no layer has run in it, as it was another model's. Returns the
@@ -65,6 +81,6 @@ class Drift:
         ratio = median / self.usual
         if not 1 / (1 + DRIFT) <= ratio <= 1 + DRIFT:
             return f"a step takes {median * 1e3:.1f} ms, {ratio:.2f} of what it took then"
-        if self._is_first and self._steps >= LEARNT:
+        if self._steps >= self._look:
             return f"routers have learnt for {self._steps} steps since"
         return None

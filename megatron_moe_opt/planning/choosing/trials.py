@@ -31,6 +31,8 @@ ONE_TURN_WITHIN = 1.25
 """The multiple of the leader's median that keeps a variant after one turn, for a disturbance may last as long."""
 STOCK_WITHIN = 0.01
 """Stock stays where nothing is faster by more than this part of its time."""
+ENOUGH = 2 * TURN
+"""The steps of a variant from which on a single disturbed one does not widen where its median may lie."""
 NEAR = 1.5
 """The multiple of the leader's predicted time that a variant may take to join it, or begin as the best of a kind."""
 
@@ -126,6 +128,8 @@ class Trials:
         self.times: dict[str, list[float]] = {}
         """Seconds of the steps that count, of each variant that was tried."""
         self._predicted = {one.variant: one.seconds for one in predictions}
+        self._given_two_turns = (ALLTOALL, kept)
+        """What a disturbance of a whole turn is not to put out: what everything is compared with, and what ran."""
         self._order: list[str] = []
         self._seconds: list[float] = []
         """The seconds of the steps of `_order` that have run."""
@@ -171,14 +175,17 @@ class Trials:
     @property
     def choice(self) -> str | None:
         """Returns the variant that stays: the fastest of those that still take turns; or stock, where the fastest is
-        not faster by more than STOCK_WITHIN of stock's time. None: all have been dropped.
+        not faster by more than STOCK_WITHIN of stock's time, or so many steps could not tell it from stock: of several
+        that are as fast as stock the luckiest looks faster. None: all have been dropped.
         """
         if not self.variants:
             return None
         medians = self.medians()
-        fastest = min(self.variants, key=lambda variant: medians[variant])
+        fastest, *others = contenders({variant: self.times[variant] for variant in self.variants})
         stock = medians.get(ALLTOALL)
-        return ALLTOALL if stock is not None and medians[fastest] > stock * (1 - STOCK_WITHIN) else fastest
+        is_as_fast = stock is not None and medians[fastest] > stock * (1 - STOCK_WITHIN)
+        is_unknown = ALLTOALL in others and len(self.times[fastest]) >= ENOUGH
+        return ALLTOALL if is_as_fast or is_unknown else fastest
 
     def _begin_sweep(self) -> None:
         for variant in self.variants:
@@ -198,9 +205,10 @@ class Trials:
             self._begin_sweep()
 
     def _is_new(self, variant: str, leader: str) -> bool:
-        """Whether a variant has had one turn only, and is not far behind."""
+        """Whether a variant has had one turn only, and is not far behind or is to have two in any case."""
         near = statistics.median(self.times[leader]) * ONE_TURN_WITHIN
-        return len(self.times[variant]) < TURN and statistics.median(self.times[variant]) <= near
+        is_near = variant in self._given_two_turns or statistics.median(self.times[variant]) <= near
+        return is_near and len(self.times[variant]) < TURN
 
     def _joining(self, leader: str) -> tuple[str, ...]:
         """Returns what Algorithm 1 tries next along each of the leader's numbers, in order of predicted time."""

@@ -49,6 +49,14 @@ class HostCopyOf:
         weakref.finalize(host, HOST_MEMORY._count, -num_bytes)
         self._host = host.copy_(tensor, non_blocking=True)
 
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's bytes can take the place of these."""
+        return (tensor.shape, tensor.dtype, tensor.device) == (self._host.shape, self._host.dtype, self._device)
+
+    def overwrite(self, tensor: torch.Tensor) -> None:
+        """Keeps the bytes of a tensor that fits in the place of these."""
+        self._host.copy_(tensor, non_blocking=True)
+
     def room(self) -> torch.Tensor:
         """Returns a tensor on the device, of the current stream's memory, that the bytes fit into."""
         return empty(self._host.shape, self._host.dtype, self._device)
@@ -83,7 +91,12 @@ class Kept:
 
     def put(self, tensor: torch.Tensor) -> None:
         """Keeps a contiguous tensor, in the place of what was kept before; from the host it can be got as it is now."""
-        self._kept = HostCopyOf(tensor) if self.on_host else tensor
+        if not self.on_host:
+            self._kept = tensor
+        elif self._kept is not None and self._kept.fits(tensor):
+            self._kept.overwrite(tensor)  # pinned memory that is freed meanwhile would not be to be had yet
+        else:
+            self._kept = HostCopyOf(tensor)
 
     def get(self) -> torch.Tensor:
         """Returns the tensor; from the host a new one, so that whoever changes it must put it again."""

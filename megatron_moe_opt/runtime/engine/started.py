@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_moe_opt.gpu_settings import has_one_queue
+from megatron_moe_opt.gpu_settings import launches_in_turn
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.streams import has_streams, own_stream
 from megatron_moe_opt.runtime.job import failure_board
@@ -123,14 +123,14 @@ class StreamQueue:
     """Runs what is started on a CUDA stream. Schedules are issued by the caller at once: all ranks issue to all their
     groups in the same order.
 
-    Where all streams share one hardware queue, what waits for a collective would hold up all that is issued after it.
-    So there one collective is issued at a time, the next one when this is told to go on, or when it is waited for; all
-    ranks do these alike.
+    Where all streams share one hardware queue, or NCCL keeps the order of launches, what waits for a collective would
+    hold up all that is issued after it. So there one collective is issued at a time, the next one when this is told to
+    go on, or when it is waited for; all ranks do these alike.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = own_stream(device)
-        self._in_turn = has_one_queue()
+        self._in_turn = launches_in_turn()
         self._left: deque[_OnStream] = deque()
         """The schedules, among those that were started in turn, that are not issued to their end."""
 
