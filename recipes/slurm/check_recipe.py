@@ -26,6 +26,7 @@ from unittest import mock
 from recipe import Flags, Recipe, read_recipe
 
 import megatron_moe_opt
+from megatron_moe_opt.cli.plan.case import FITS
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.costs.known_clusters import GIB
@@ -114,10 +115,11 @@ def check(recipe: Recipe, megatron_lm: Path | None = None) -> Report:
         raise ConfigurationError(f"Megatron refuses the configuration: {error}") from error
     memory, logits = _memory(recipe, layout, micro_batches)
     needed = 0 if memory is None else memory.total + logits
-    if needed > recipe.gpu_memory * GIB:
+    if needed > FITS * recipe.gpu_memory * GIB:
         raise ConfigurationError(
-            f"a rank of {layout.world} needs {needed / GIB:.0f} GiB or more, and a GPU has {recipe.gpu_memory} "
-            "(gpu_memory): take more nodes, more of --pipeline-model-parallel-size, or --recompute-granularity full"
+            f"a rank of {layout.world} needs {needed / GIB:.0f} GiB, and a GPU has {recipe.gpu_memory} (gpu_memory), "
+            f"of which {1 - FITS:.0%} are left for what is not counted: take more nodes, more of "
+            "--pipeline-model-parallel-size, or --recompute-granularity full"
         )
     return Report(recipe, layout, micro_batches, memory, logits)
 
@@ -248,20 +250,21 @@ def model_shape(recipe: Recipe) -> ModelShape | None:
 
 
 def _memory(recipe: Recipe, layout: Layout, micro_batches: int) -> tuple[StageMemory | None, int]:
-    """Returns the memory of a rank of the first stage, and the bytes of logits there."""
+    """Returns the memory of a rank of the stage that needs most, and the bytes of logits there."""
     flags, model = recipe.flags, model_shape(recipe)
     if model is None or model.layers % layout.pp:
         return None, 0
     batch = flags.number("--micro-batch-size"), flags.number("--seq-length")
-    memory = training_memory(
-        model,
-        layout,
-        *batch,
-        micro_batches,
-        recompute="full" if flags.values("--recompute-granularity") == ["full"] else "none",
-        each=BytesPerParameter(BF16, FP32, 0 if "--optimizer-cpu-offload" in flags else 3 * FP32),
+    recompute = "full" if flags.values("--recompute-granularity") == ["full"] else "none"
+    each = BytesPerParameter(BF16, FP32, 0 if "--optimizer-cpu-offload" in flags else 3 * FP32)
+    of_stages = (
+        (
+            training_memory(model, layout, *batch, micro_batches, stage, recompute, each),
+            logits_memory(model, layout, stage, *batch),
+        )
+        for stage in model.telling_stages(layout)
     )
-    return memory, logits_memory(model, layout, 0, *batch)
+    return max(of_stages, key=lambda one: one[0].total + one[1])
 
 
 def main(command_line: Sequence[str]) -> int:

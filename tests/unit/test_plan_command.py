@@ -93,6 +93,34 @@ def test_what_is_printed_is_what_the_planner_says(run):
     assert float(rows["expert-migration:2"][6]) - float(rows[ALLTOALL][6]) == pytest.approx(held, abs=0.11)
 
 
+def test_a_rank_that_has_all_experts_has_no_busier_one_beside_it(run):
+    rows = []
+    for imbalance in ("1", "1.5"):
+        _, output, _ = run(MIXTRAL, f"--cluster h100-ib400 --world 8 --ep 1 --imbalance {imbalance} --all")
+        rows.append(tables(output)[CANDIDATES])
+    assert rows[0] == rows[1]
+
+
+def test_a_pipeline_is_filled_where_nobody_says_with_how_many_micro_batches(run):
+    found = []
+    for given in ("", "--micro-batches 8", "--micro-batches 1"):
+        _, output, _ = run(MIXTRAL, f"--cluster h100-ib400 --world 16 --pp 2 --ep 8 {given}")
+        found.append(tables(output)[CANDIDATES][ALLTOALL][6:9])
+    assert found[0] == found[1] and float(found[0][0]) > float(found[2][0])
+
+
+def test_the_flags_say_how_experts_and_queues_are_planned(run):
+    for layout, queues in (("--ep 8", "32"), ("--tp 2 --ep 8", "1, which Megatron demands here")):
+        _, output, _ = run(MIXTRAL, f"--cluster h100-ib400 --world 16 {layout}")
+        assert " --moe-grouped-gemm " in output
+        assert f"CUDA_DEVICE_MAX_CONNECTIONS={queues}:" in " ".join(output.split())
+
+
+def test_the_sequences_of_a_step_are_a_multiple_of_the_ranks_there_may_be():
+    cases = {(4096, 64): 1024, (6144, 64): 704, (4096, 96): 1056, (4096, 48): 1008, (4096, 65536): 1024, (2**23, 8): 1}
+    assert {case: layout_search.default_batch(*case) for case in cases} == cases
+
+
 def test_logits_and_layers_that_run_again_are_not_held_at_once(run):
     """Of a layer that is run again there is one at a time, before it the logits of a large vocabulary."""
     base = "--cluster h100-ib400 --world 16 --ep 8 --micro-batches 4 --recompute full --model mixtral-8x7b,layers=4"

@@ -165,7 +165,7 @@ def test_flags_of_several_values():
         ("mixtral_8x7b", {}, ("--seq-length", "65536"), "--max-position-embeddings"),
         ("mixtral_8x7b", {}, ("--num-experts", "12"), "divide"),
         ("mixtral_8x7b", {}, ("--num-attention-heads", "33"), "Megatron refuses"),
-        ("mixtral_8x7b", {"gpu_memory": 24}, (), "GiB or more, and a GPU has 24 (gpu_memory)"),
+        ("mixtral_8x7b", {"gpu_memory": 24}, (), "GiB, and a GPU has 24 (gpu_memory), of which 10% are left"),
         ("mixtral_8x7b", {}, ("--moe-token-dispatcher-type", "nonesuch"), "is not a dispatcher"),
         ("mixtral_8x7b", {}, ("--moe-opt-nonesuch", "1"), "--moe-opt-nonesuch"),
         ("mixtral_8x7b", {}, ("--moe-layer-freq", "[1]*31"), "--moe-layer-freq"),

@@ -78,7 +78,7 @@ def plan(
     micro_batches: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST, help="Micro-batches of a step on each data-parallel rank.", show_default="1",
+            min=1, max=MOST, help="Micro-batches of a step on each data-parallel rank.", show_default="1, or 4 x --pp",
             rich_help_panel=_STEP,
         ),
     ] = None,
@@ -173,7 +173,7 @@ def plan(
         model=read_named("--model", model, KNOWN_MODELS, MODEL_SIZES),
         sizes={"--world": world, "--tp": tp, "--cp": cp, "--pp": pp, "--ep": ep, "--expert-tp": expert_tp},
         sequence_parallel=sequence_parallel, sequences=tuple(whole_numbers("--sequence", sequence)),
-        micro_batch=micro_batch or 1, micro_batches=micro_batches or 1,
+        micro_batch=micro_batch or 1, micro_batches=micro_batches or _micro_batches(pp or 1),
         recompute=(recompute or Recompute.none).value, dtype=dtype.value, capacity_factor=capacity_factor,
         imbalance=imbalance, placement_saving=placement_saving, activation_budget=activation_budget,
     )  # fmt: skip
@@ -185,3 +185,10 @@ def plan(
         output,
         Drawing(tuple(draw.split(",")) if draw else (), tuple(lanes or ())),
     )
+
+
+def _micro_batches(pp: int) -> int:
+    """Returns the micro-batches of a step where nobody says how many: a pipeline of one stage has no use for several;
+    one of several is filled, so that its memory is what it is in training, and its bubble 20 % at most.
+    """
+    return 1 if pp == 1 else 4 * pp

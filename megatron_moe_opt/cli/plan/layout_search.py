@@ -32,7 +32,7 @@ from megatron_moe_opt.topology.layouts import Layout
 
 SHOWN = 8
 TOKENS_OF_STEP = 4 * 2**20
-"""The tokens of a step where --global-batch does not say how many sequences it has."""
+"""The tokens of a step, nearly, where --global-batch does not say how many sequences it has."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,17 @@ class Searched:
     """The number of arrangements of layout, micro-batch and recomputation that may fit."""
     too_large: int
     """Number of arrangements that do not fit, whatever the dispatcher."""
+    global_batch: int
+    """The sequences of a step."""
+
+
+def default_batch(sequence: int, world: int) -> int:
+    """Returns the sequences of a step that have TOKENS_OF_STEP or nearly: a multiple of the GPUs, or of as many of them
+    as there may be data-parallel ranks, or no other layouts would cut a step into equal parts.
+    """
+    sequences = max(1, TOKENS_OF_STEP // sequence)
+    ranks = max(one for one in range(1, min(world, sequences) + 1) if world % one == 0)
+    return max(1, round(sequences / ranks)) * ranks
 
 
 @contextmanager
@@ -119,7 +130,7 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
             f"--sequence {listed}: a layout is searched for one length of sequences: give one, or --ep and the like"
         )
     known, world = KNOWN_CLUSTERS[settings.cluster], settings.needs_world()
-    global_batch = wanted.global_batch or max(1, TOKENS_OF_STEP // sequence)
+    global_batch = wanted.global_batch or default_batch(sequence, world)
     known.levels(world)  # refuses GPUs that fill no nodes
     cp = settings.sizes["--cp"] or 1
     of_step = list(arrangements(model, world, known.node, global_batch, wanted.micro_batch, wanted.recompute, cp))
@@ -135,7 +146,8 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
         )
     if not any(one.layout.cuts(sequence) for one in of_step):
         raise ConfigurationError(
-            f"--sequence {sequence} is cut by no layout with --cp {cp}: choose a multiple of {2 * cp if cp > 1 else 1}"
+            f"--sequence {sequence} is cut by no layout with --cp {cp}: choose a multiple of "
+            f"{min(one.layout.tp * (2 * cp if cp > 1 else 1) for one in of_step)}"
         )
     needed = {one: _least_memory(model, one, sequence, settings.element_bytes) for one in of_step}
     small = [one for one in of_step if needed[one] <= FITS * known.memory]
@@ -162,7 +174,7 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     if not found:
         raise ConfigurationError(f"--world {world}: no layout holds the model's activations: take more GPUs, or --cp")
     _, stock = max(of_stock, key=lambda one: one[0], default=(0.0, None))
-    return Searched(tuple(found), stock, len(small), len(of_step) - len(small))
+    return Searched(tuple(found), stock, len(small), len(of_step) - len(small), global_batch)
 
 
 def _bounded(settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangement]) -> list[Case]:
@@ -253,7 +265,7 @@ def _least_memory(model: ModelShape, one: Arrangement, sequence: int, element_by
 def layouts_table(searched: Searched) -> Table:
     """Returns one row for each layout, the fastest first."""
     table = table_of(
-        "Layouts that fit, a training step of each",
+        f"Layouts that fit, a training step of {searched.global_batch} sequences of each",
         ("dispatcher", "TP", "PP", "EP", "expert-TP", "batch", "recompute", "tokens/s", "x stock", "MFU", "GiB"),
         caption=f"batch: sequences of a micro-batch; tokens/s of a GPU; x stock: times those of stock alltoall in "
         f"its own best layout; GiB of a GPU of the fullest stage. {searched.compared} layouts with micro-batches and "

@@ -33,7 +33,7 @@ from megatron_moe_opt.planning.training.step_costs import STAGES
 from megatron_moe_opt.schedules.schedule import CODEC, Kind
 from megatron_moe_opt.schedules.timeline import numbered, one_after_another
 from megatron_moe_opt.systems.system import FLAG, PREFIX
-from megatron_moe_opt.variants import split_variant
+from megatron_moe_opt.variants import FLEX, split_variant
 
 WIDTH = 100
 DISTRIBUTED_OPTIMIZER = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
@@ -107,8 +107,7 @@ def report_plan(
     say(console, _heading(case))
     console.print(_candidates_table(case, everything))
     console.print(_wires_table(case))
-    if case.refused:
-        console.print(_refused_table(case.refused))
+    console.print(_refused_table((*case.refused, _FLEX)))
     if everything:
         console.print(_baselines_table(case))
     if explain:
@@ -126,7 +125,12 @@ def report_plan(
     say(console, advice(case, stock))
     if case.expansion is not None:
         say(console, expansion_advice(case.expansion))
-    say(console, "Flags for Megatron-LM, behind `python -m megatron_moe_opt.launch pretrain_gpt.py`:")
+    queues = "1, which Megatron demands here" if case.site.cluster.one_queue else "32"
+    say(
+        console,
+        "Flags for Megatron-LM, beside the model's own (layers, hidden size, activation, dtype), behind `python -m "
+        f"megatron_moe_opt.launch pretrain_gpt.py`, with CUDA_DEVICE_MAX_CONNECTIONS={queues}:",
+    )
     say(console, " ".join(megatron_flags(case, output)))
 
 
@@ -168,7 +172,7 @@ def megatron_flags(case: Case, plan: Path | None) -> list[str]:
         "--micro-batch-size": settings.micro_batch,
         "--global-batch-size": settings.micro_batch * settings.micro_batches * site.layout.dp,
     }
-    flags = [*layout, *DISTRIBUTED_OPTIMIZER, *RECOMPUTE_FLAGS[settings.recompute]]
+    flags = [*layout, "--moe-grouped-gemm", *DISTRIBUTED_OPTIMIZER, *RECOMPUTE_FLAGS[settings.recompute]]
     if case.model.layers % site.layout.pp:
         sizes["--decoder-last-pipeline-num-layers"] = len(case.model.of_stage(site.layout, site.layout.pp - 1))
     if dense := case.model.dense_layers:
@@ -257,6 +261,9 @@ def _cells(case: Case, one: Prediction) -> Iterator[str]:
     if step is not None:
         yield f"{step.tokens_per_second:.0f}"
         yield f"{step.mfu:.1%}"
+
+
+_FLEX = Refusal(FLEX, "what it takes on DeepEP or HybridEP is not known: auto tries it where they are installed")
 
 
 def _refused_table(refused: Sequence[Refusal]) -> Table:
