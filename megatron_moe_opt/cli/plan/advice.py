@@ -84,7 +84,7 @@ def _gain(case: Case, fastest_of_stock: Case | None) -> str:
             gain = rate / there.step(there.stock).tokens_per_second - 1
             gains.append(
                 f"{gain:.0%} more than stock in its own best (TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, "
-                f"expert-TP {layout.expert_tp})" + (", which is less than predictions can tell apart" * (gain < WINS_BY))
+                f"expert-TP {layout.expert_tp})" + ", which is less than predictions can tell apart" * (gain < WINS_BY)
             )
     return ", ".join(gains)
 

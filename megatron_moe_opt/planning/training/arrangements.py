@@ -67,7 +67,7 @@ def _layout(model: ModelShape, world: int, tp: int, cp: int, pp: int, ep: int, e
     """Returns the layout; None where Megatron would refuse it, or some versions mix experts' gradients."""
     if mixes_expert_gradients(tp, ep, expert_tp):
         return None
-    if world % (tp * cp * pp) or world % (expert_tp * ep * pp) or (model.kv_heads or model.heads) % tp:
+    if world % (tp * cp * pp) or world % (expert_tp * ep * pp):
         return None
     layout = Layout(world, tp, cp, ep, expert_tp, pp)
     try:

@@ -96,7 +96,8 @@ class ModelShape:
         to divide it.
         """
         yield "heads", self.heads, "tp", layout.tp
-        yield "kv_heads", self.kv_heads or self.heads, "tp", layout.tp
+        if layout.tp % (kv_heads := self.kv_heads or self.heads):  # else several ranks share one
+            yield "kv_heads", kv_heads, "tp", layout.tp
         yield "vocabulary", self.vocabulary, "tp", layout.tp
         yield "shared_ffn", self.shared_ffn, "tp", layout.tp
         yield "dense_ffn", self.dense_ffn, "tp", layout.tp
