@@ -207,7 +207,8 @@ def main() -> int:
     if gpus == 1 and nodes > 1:
         print(f"gpu_node.py: error: {nodes} nodes of one GPU: use nodes of 2 to 8, or one node", file=sys.stderr)
         return 2
-    folder = ROOT / "runs" / "-".join(["gpu_node", *filter(None, [os.environ.get("SLURM_JOB_ID")])])
+    job = os.environ.get("SLURM_JOB_ID")
+    folder = ROOT / "runs" / ("gpu_node" + (f"-{job}" if job else ""))
     ranks = Ranks(gpus, nodes) if gpus > 1 else Ranks(SHARING, sharing=True)
     if ranks.sharing:
         os.environ[SHARED] = "1"  # for what the steps start

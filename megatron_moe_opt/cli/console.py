@@ -97,7 +97,7 @@ def table_of(
     """
     table = Table(title=title, caption=caption)
     for index, header in enumerate(headers):
-        table.add_column(header, justify="left" if index < names else "right", no_wrap=index == 0)
+        table.add_column(header, justify="left" if index < names else "right", no_wrap=index == 0, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

@@ -172,6 +172,12 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
             f"{PREFIX}way {JOINT} sends rows to all shards of an expert at once, and with "
             f"--expert-tensor-parallel-size 1 experts are whole: give {PREFIX}way {ROWS}, whose all-to-all is the same"
         )
+    if options.partition_counts != (1,) and _rounds_each(config, arguments):
+        raise ConfigurationError(
+            "--use-transformer-engine-op-fuser adds each partition's gradients to those that are kept, which are "
+            "narrower than float32 and would be rounded each time: drop --grad-reduce-in-bf16, or give "
+            f"{PREFIX}partitions 1"
+        )
     check_levels(options)
     _check_domains(config, options)
     if HOPS in options.ways:
@@ -204,6 +210,13 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
         raise ConfigurationError(
             f"--fine-grained-activation-offloading offloads what {flag} restores in another way: drop one of the two"
         )
+
+
+def _rounds_each(config: Any, arguments: Any) -> bool:
+    """Whether operations that were made to add to narrow gradients would do so for each partition."""
+    adds = getattr(config, "use_transformer_engine_op_fuser", False) and config.gradient_accumulation_fusion
+    narrow = config.params_dtype.itemsize < 4 and not getattr(arguments, "accumulate_allreduce_grads_in_fp32", True)
+    return bool(adds and narrow)
 
 
 def check_levels(options: Any) -> None:

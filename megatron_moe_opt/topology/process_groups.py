@@ -94,6 +94,21 @@ def temporary_groups(groups: Iterable[ProcessGroup]) -> Iterator[None]:
             dist.destroy_process_group(group)
 
 
+@contextmanager
+def host_group() -> Iterator[ProcessGroup]:
+    """Yields a group of the world whose objects stay in the memory of hosts, for what a GPU has no room for beside a
+    model. A collective call over the world.
+    """
+    if dist.get_backend() == "gloo":
+        yield dist.group.WORLD
+        return
+    group = dist.new_group(backend="gloo", group_desc="objects on hosts")
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
 _refined: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 """The groups that are refined, by those that refine them."""
 

@@ -63,7 +63,7 @@ class Report:
     micro_batches: int
     """Micro-batches of a step and data-parallel rank."""
     memory: StageMemory | None
-    """Memory of a rank of the first stage; None where its layers are not modelled."""
+    """Memory of a rank of the stage that needs most; None where its layers are not modelled."""
     logits: int = 0
     """Bytes of logits there: of a model of a single stage."""
 

@@ -495,7 +495,7 @@ def test_where_no_optimizer_of_megatrons_ends_a_step_a_line_says_so(timed, monke
     for _ in range(NO_STEP + 1):
         _followed(lambda **_: layer(torch.tensor([1.0])), num_microbatches=1)
     said = capsys.readouterr().out
-    assert said.count(f"have run {NO_STEP} times without a step of one of its optimizers") == 1
+    assert said.count(f"have run {NO_STEP} times without a step of one of its optimizers to plan by") == 1
 
 
 def test_a_ramped_batch_does_not_make_steps_longer(timed):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.checks import check_arguments, check_config
@@ -140,6 +141,16 @@ ROWS: dict[str, list[Case]] = {
     "`--fp8-format`, `--fp4-format`, `--te-precision-config-file` or `--kitchen-config-file`": QUANTIZED,
     "`--use-transformer-engine-op-fuser` or `--moe-use-grouped-tensor`": [
         Case({"use_transformer_engine_op_fuser": True}), Case({"moe_use_grouped_tensor": True}),
+    ],
+    "`--use-transformer-engine-op-fuser` with `--grad-reduce-in-bf16`": [
+        Case(
+            {
+                "use_transformer_engine_op_fuser": True,
+                "gradient_accumulation_fusion": True,
+                "params_dtype": torch.bfloat16,
+            },
+            {"accumulate_allreduce_grads_in_fp32": False},
+        )
     ],
     "`--delay-wgrad-compute`, `--moe-single-grouped-bias` or `--hybrid-context-parallel`": [
         Case({one: True}) for one in ("delay_wgrad_compute", "moe_single_grouped_bias", "hybrid_context_parallel")

@@ -53,6 +53,7 @@ def _measure(nodes: NodeMap, device: torch.device, sends: _Pairs) -> float | Non
     if not busiest:
         return None
     message = 2**16
+    _exchange(message, sends, len(world), device)  # ranks connect in their first one, which takes seconds over NCCL
     while _exchange(message, sends, len(world), device) < PROBE_SECONDS and message < PROBE_MAX_BYTES:
         message *= 2
     best = min(_exchange(message, sends, len(world), device) for _ in range(PROBE_REPEATS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -159,10 +160,11 @@ def _differences(layers: dict[str, LayerUnderTest], baseline: str, tolerance: fl
     for name, layer in layers.items():
         output, grads = layer.results()
         of_output = _relative_difference(output, stock_output)
-        of_grads = max(_relative_difference(*pair) for pair in zip(grads, stock_grads, strict=True))
+        of_each = [_relative_difference(*pair) for pair in zip(grads, stock_grads, strict=True)]
+        of_grads = math.nan if any(map(math.isnan, of_each)) else max(of_each)
         _, wire = split_wire(name)
         most = tolerance if wire is None else max(tolerance, LOSSY[wire.dispatch], LOSSY[wire.combine])
-        if max(of_output, of_grads) > most:
+        if not (of_output <= most and of_grads <= most):  # NaN is not
             raise RuntimeError(
                 f"{name} does not compute what {baseline} computes: output differs by {of_output:.1e}, gradients by "
                 f"{of_grads:.1e} (norm of the difference over the norm; at most {most:.0e} is rounding)"

@@ -83,8 +83,8 @@ def _gain(case: Case, fastest_of_stock: Case | None) -> str:
             there, layout = fastest_of_stock, fastest_of_stock.site.layout
             gain = rate / there.step(there.stock).tokens_per_second - 1
             gains.append(
-                f"{gain:.0%} more than stock in its own best (TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, "
-                f"expert-TP {layout.expert_tp})" + ", which is less than predictions can tell apart" * (gain < WINS_BY)
+                f"{f'{gain:.0%} more than' if gain >= WINS_BY else 'about as many as'} stock in its own best "
+                f"(TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, expert-TP {layout.expert_tp})"
             )
     return ", ".join(gains)
 

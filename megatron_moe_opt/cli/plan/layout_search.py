@@ -90,12 +90,12 @@ class Searched:
 
 
 def default_batch(sequence: int, world: int) -> int:
-    """Returns the sequences of a step that have TOKENS_OF_STEP or nearly: a multiple of the GPUs, or of as many of them
-    as there may be data-parallel ranks, or no other layouts would cut a step into equal parts.
+    """Returns how many sequences a step has, of TOKENS_OF_STEP tokens or nearly: a multiple of the largest divisor of
+    the GPUs that is not above it, so that layouts can share them out evenly.
     """
     sequences = max(1, TOKENS_OF_STEP // sequence)
     ranks = max(one for one in range(1, min(world, sequences) + 1) if world % one == 0)
-    return max(1, round(sequences / ranks)) * ranks
+    return round(sequences / ranks) * ranks
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from megatron_moe_opt.cli.plan.layout_search import Wanted, layouts_table, searc
 from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, site_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.gpu_settings import CONNECTIONS
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.output_file import check_output_file
@@ -125,7 +126,8 @@ def report_plan(
     say(console, advice(case, stock))
     if case.expansion is not None:
         say(console, expansion_advice(case.expansion))
-    queues = "1, which Megatron demands here" if case.site.cluster.one_queue else "32"
+    measured = (case.site.cluster.gpu_settings or {}).get(CONNECTIONS, "32")
+    queues = "1, which Megatron demands here" if case.site.cluster.one_queue else measured
     say(
         console,
         "Flags for Megatron-LM, beside the model's own (layers, hidden size, activation, dtype), behind `python -m "

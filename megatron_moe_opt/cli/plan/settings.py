@@ -175,7 +175,7 @@ def workload_of(settings: PlanSettings, model: ModelShape, site: Site, sequence:
         tp=1 if settings.sequence_parallel else layout.tp,
         sample_ranks=layout.tp * layout.cp,
         capacity_factor=settings.capacity_factor,
-        imbalance=settings.imbalance if layout.ep > 1 else 1.0,  # a rank that has all experts has its own rows
+        imbalance=settings.imbalance if layout.ep > 1 else 1.0,  # with EP 1 each computes its own tokens' rows
         workers=site.workers,
         placement_saving=settings.placement_saving,
         fused=True,

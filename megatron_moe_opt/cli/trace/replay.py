@@ -100,7 +100,7 @@ def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path) -> No
             table.add_row(
                 name, label, f"{done.outside.mean():.1%}", f"{done.reduction('predicted'):.1%}",
                 f"{done.reduction('oracle'):.1%}", f"{done.share_of_oracle():.1%}",
-                f"{done.reduction('predicted') / before if before else 1.0:.2f}x", f"{done.heaviest.mean():.2f}x",
+                f"{done.reduction('predicted') / before:.2f}x" if before > 0 else "-", f"{done.heaviest.mean():.2f}x",
             )  # fmt: skip
             name = ""
         table.add_section()

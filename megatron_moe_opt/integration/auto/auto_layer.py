@@ -101,8 +101,8 @@ def _has_planned_layers() -> bool:
 
 
 def _is_of_first_model(controller: Controller) -> bool:
-    """Whether it is of the first such model that had one. The layers of others, an actor's and a critic's say, run what
-    is chosen by its steps.
+    """Whether the step is of the model whose step ended first. Layers of other models, a critic's beside an actor's
+    say, run what is chosen by its steps. Optimizers that do not know their model are taken to be the first one's.
     """
     model = model_of_step()
     if model is not None and controller.model is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -61,11 +62,11 @@ def settled_lines(controller: Controller, chosen: str) -> list[str]:
     if not controller.measured:
         return [f"{chosen} stays: nothing else has room"]
     measured, predicted = controller.measured, {one.variant: one.seconds for one in controller.predicted}
-    listed = ", ".join(map(_measured, measured.items(), controller.trials.times.values()))
+    listed = ", ".join(_measured(*one) for one in controller.trials.times.items())
     where = f" of {_named(controller.trying)}" if len(controller.shapes) > 1 else ""
     lines = [
-        f"measured ms a step (and between which its median lies), in {controller.trials.steps} steps of trials{where}: "
-        f"{listed}"
+        f"measured ms a step (in brackets between which times its median lies), in {controller.trials.steps} steps of "
+        f"trials{where}: {listed}"
     ]
     if ALLTOALL not in measured:
         return [*lines, f"{chosen} stays"]
@@ -81,10 +82,9 @@ def settled_lines(controller: Controller, chosen: str) -> list[str]:
     return [*lines, f"to run it without trials: {' '.join(_flags(chosen))}"]
 
 
-def _measured(median: tuple[str, float], times: Sequence[float]) -> str:
-    variant, seconds = median
-    low, high = median_within(times)
-    return f"{variant} {seconds * 1e3:.1f} ({low * 1e3:.1f}-{high * 1e3:.1f})"
+def _measured(variant: str, times: Sequence[float]) -> str:
+    median, low, high = (seconds * 1e3 for seconds in (statistics.median(times), *median_within(times)))
+    return f"{variant} {median:.1f} ({low:.1f}-{high:.1f})"
 
 
 def _predicted_saving(predicted: Mapping[str, float], chosen: str, passes: int) -> str:
@@ -151,8 +151,8 @@ def no_layer_line() -> str:
 def no_step_line(schedules: int) -> str:
     """Returns the line that says why nothing is planned."""
     return (
-        f"Megatron's schedules have run {schedules} times without a step of one of its optimizers, by which "
-        f"{FLAG} auto goes: nothing is planned, and what runs first runs on; name a dispatcher"
+        f"Megatron's schedules have run {schedules} times without a step of one of its optimizers to plan by: if none "
+        f"comes, {FLAG} auto runs on as it began; name a dispatcher"
     )
 
 

@@ -7,8 +7,8 @@
                      rank 0 ranks all candidates by the profile (planning/planner.py) and tells the others
     steps 2 to n     the plan, stock and the runners-up take turns, ever fewer of them (planning/choosing/trials.py)
     from then on     the fastest runs, by the slowest rank's times, on all ranks; when steps have come to take another
-                     time, and once when routers have learnt (planning/choosing/drift.py), a step runs as the first one
-                     did, and what it shows is planned by and tried
+                     time, and after 1,000 of them, 10,000 and so on (planning/choosing/drift.py), a step runs as the
+                     first one did, and what it shows is planned by and tried
 
 Beside them Megatron's own allgather and, where installed, flex are tried, which nobody predicts (stock_variants.py).
 What a GPU has no room for is not tried (memory_room.py).
@@ -462,6 +462,7 @@ class Controller:
         trained = getattr(training_arguments(), "iteration", 0)  # of a checkpoint that the run goes on from
         look = first_look(trained) if self._drift is None else self._drift.next_look
         self._drift = Drift(self.overhead, look)
+        memory_room.give_back()
         memory_room.count_peak_anew()
 
     def _largest(self, value: float) -> float:

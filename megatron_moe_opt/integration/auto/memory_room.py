@@ -66,10 +66,15 @@ def _taken(above: int, communicators: int) -> int:
 
 
 def count_peak_anew() -> None:
-    """Has `room` tell of the steps from here on, and other libraries have what PyTorch keeps unused."""
+    """Has `room` tell of the steps from here on."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def give_back() -> None:
+    """Gives the GPU what PyTorch keeps unused: that of streams of variants that have lost no other stream gets."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 class InUse(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.traces.routing_trace import UNKNOWN, RoutingTrace, write_routing_trace
 from megatron_moe_opt.systems import moves_samples
+from megatron_moe_opt.topology.process_groups import host_group
 
 
 @dataclass
@@ -62,6 +64,8 @@ class RoutingRecorder:
         self._step = 1
         """The optimizer step that is under way, counted from 1."""
         self._part: _OfRank | None = None
+        self._writing: threading.Thread | None = None
+        """Writes the trace, on rank 0; None: it has not begun."""
         self._heard: dict[int, list[np.ndarray]] = {}
         self._kinds: list[np.ndarray] = []
         self._kind_names: tuple[str, ...] = ()
@@ -88,6 +92,8 @@ class RoutingRecorder:
         """Ends listening, and says where there was nothing to write; not where the run has failed anyhow."""
         self._stop()
         self._config.__post_init__ = self._post_init
+        if self._writing is not None:
+            self._writing.join()
         ended_well = error is None or (isinstance(error, SystemExit) and not error.code)
         if ended_well and self._step <= self._steps[-1]:
             raise ConfigurationError(
@@ -159,17 +165,22 @@ class RoutingRecorder:
     def _write(self) -> None:
         """Writes the trace on rank 0. A collective call over the world."""
         parts: list[_OfRank] | None = [self._of_rank()] * dist.get_world_size() if dist.get_rank() == 0 else None
-        with _disable_current_modes():  # a step whose traffic is counted did not send this
-            dist.gather_object(self._of_rank(), parts)
-        if parts is None:
-            return
-        try:
-            trace = _trace_of(parts, self._kind_names)
-            write_routing_trace(self._output, trace)
-        except (OSError, ValueError) as error:  # which is no reason to end a training run
-            print(f"moe-opt: error: no routing is written to {self._output}: {error}", file=sys.stderr, flush=True)
-            return
-        print(f"moe-opt: the routing of {trace.num_passes} passes is written to {self._output}", flush=True)
+        with _disable_current_modes(), host_group() as group:  # a step whose traffic is counted did not send this
+            dist.gather_object(self._of_rank(), parts, group=group)
+        if parts is not None:
+            # Others would wait for this rank meanwhile: compressing gigabytes takes minutes.
+            self._writing = threading.Thread(target=_write_trace, args=(self._output, parts, self._kind_names))
+            self._writing.start()
+
+
+def _write_trace(output: Path, parts: list[_OfRank], kind_names: tuple[str, ...]) -> None:
+    try:
+        trace = _trace_of(parts, kind_names)
+        write_routing_trace(output, trace)
+    except (OSError, ValueError) as error:  # which is no reason to end a training run
+        print(f"moe-opt: error: no routing is written to {output}: {error}", file=sys.stderr, flush=True)
+        return
+    print(f"moe-opt: the routing of {trace.num_passes} passes is written to {output}", flush=True)
 
 
 _running: RoutingRecorder | None = None

@@ -3,10 +3,10 @@ that had learnt nothing.
 
 A step's time alone says little: any may be disturbed. So medians of WINDOW steps are compared, with that of the first
 WINDOW steps after the choice, which were timed in the same way. Where they differ, up or down, something has changed
-(routing, lengths, a neighbour on the network), and another variant may be the fastest now. A choice is made
-anew besides when routers have learnt, after 1,000 steps, 10,000 and so on: in the step that the first one was planned
-by, and in its trials, they sent tokens where chance had put their weights; and what has become slower since is not seen
-by the time of what runs. Plans and trials cost time, and on a machine that keeps changing they would be made
+(routing, lengths, a neighbour on the network), and another variant may be the fastest now. A choice is made anew
+besides when routers have learnt, after 1,000 steps, 10,000 and so on: in the step that the first one was planned by,
+and in its trials, they sent tokens where chance had put their weights; and that another variant has become faster does
+not show in the time of what runs. Plans and trials cost time, and on a machine that keeps changing they would be made
 again and again: they are when they have become cheap beside the training since the last ones.
 """
 
@@ -25,8 +25,8 @@ LEARNT = 1000
 
 
 def first_look(trained: int) -> int:
-    """Returns the steps after a run's first choice from which on it is made anew, of a model that has been trained for
-    so many: LEARNT, or as many times ten as are more.
+    """Returns after how many steps a run's first choice is made anew: the first of LEARNT, 10 LEARNT, 100 LEARNT and so
+    on that is more than the steps that the model has been trained for.
     """
     look = LEARNT
     while look <= trained:

@@ -138,7 +138,8 @@ class HopCosts:
         holders, copies = self._holders, self._copies(counts)
         if beside:
             copies = self._with_beside(copies, np.arange(len(copies))[:, None], beside)
-        kept = copies @ self._kept.T  # [R, B, W] of each part on each rank
+        # [R, B, W] of each part on each rank. NumPy multiplies integers without BLAS; these are exact in float64.
+        kept = (copies.astype(np.float64) @ self._kept.T.astype(np.float64)).astype(np.int64)
         of_holders = sum(
             kept[ranks][:, :, ranks // holders.etp_size] for ranks in holders.ranks.T
         )  # [holders, B, holders]

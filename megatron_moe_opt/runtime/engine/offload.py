@@ -94,7 +94,7 @@ class Kept:
         if not self.on_host:
             self._kept = tensor
         elif self._kept is not None and self._kept.fits(tensor):
-            self._kept.overwrite(tensor)  # pinned memory that is freed meanwhile would not be to be had yet
+            self._kept.overwrite(tensor)  # PyTorch cannot reuse pinned memory before its copies are done
         else:
             self._kept = HostCopyOf(tensor)
 
