@@ -7,6 +7,8 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -146,8 +148,18 @@ def _optional_libraries() -> Iterator[Finding]:
     ):
         if find_spec(module) is None:
             yield Finding(subject, f"not installed; not needed by this package (on GPUs: {use})")
+        elif (problem := _import_problem(module)) is not None:  # with which Megatron does not begin either
+            found = f"{_version_of(module.replace('_', '-'))}, and cannot be imported: {problem}"
+            yield Finding(subject, found, "install it anew for this PyTorch, or remove it")
         else:
             yield Finding(subject, _version_of(module.replace("_", "-")))
+
+
+def _import_problem(module: str) -> str | None:
+    """Returns the last line of what importing a module ends with, in a process of its own; None: it can be imported."""
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; import {module}"]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1] if done.returncode else None
 
 
 def _version_of(distribution: str) -> str:

@@ -129,6 +129,19 @@ def test_gpu_that_pytorch_does_not_see(monkeypatch):
     assert not finding.required  # the CPU can train
 
 
+def test_a_library_that_cannot_be_imported(monkeypatch, tmp_path):
+    """As Transformer Engine where its CUDA is not: Megatron, which tries, does not begin then."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    finding = _finding("Transformer Engine")
+    assert finding.found.endswith("cannot be imported: OSError: libcudart.so.13: cannot open shared object file")
+    assert finding.mend and finding.required and _doctor()[0] == 1
+    (package / "__init__.py").write_text("")
+    assert _finding("Transformer Engine").mend == ""
+
+
 def test_netbox(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda tool: None)
