@@ -17,6 +17,7 @@ from megatron_moe_opt.planning.costs.known_clusters import H100_IB400, KNOWN_CLU
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import best, candidates, fastest_narrowed
 from megatron_moe_opt.planning.predicting import parm
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS, MONTA_CHOICES
@@ -25,6 +26,7 @@ from megatron_moe_opt.planning.training.step_costs import communication
 from megatron_moe_opt.planning.training.throughput import throughput
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.layouts import Layout
 
 MIXTRAL = "--model mixtral-8x7b,layers=4 --sequence 2048"
@@ -91,6 +93,14 @@ def test_what_is_printed_is_what_the_planner_says(run):
     others = next(one for one in found if one.variant == "expert-migration:2")
     held = 4 * (others.activation_bytes - stock.activation_bytes) / 2**30  # once, however many micro-batches there are
     assert float(rows["expert-migration:2"][6]) - float(rows[ALLTOALL][6]) == pytest.approx(held, abs=0.11)
+
+
+def test_experts_that_travel_are_held_as_they_were_sent_besides():
+    workload = LayerWorkload(2048, 4096, 14336, True, 8, 2, 2, 16, 8, workers=(8,), resident_part=0.5)
+    layer = LayerOnCluster(workload, describe(H100_IB400, Layout(16, ep=8), 4096, 14336))
+    held = [layer.held_bytes_of_others(ExpertDomains((8,), (size,))) for size in (1, 2, 4)]
+    of_one = workload.held_bytes_of_others(crosses_nodes=False)
+    assert held == [0, workload.expert_bytes + of_one, workload.expert_bytes + 3 * of_one]
 
 
 def test_a_rank_that_has_all_experts_has_no_busier_one_beside_it(run):

@@ -142,10 +142,13 @@ class LayerOnCluster:
         return self.seconds_to_copy(CODEC_COPIES[kind] * num_bytes) if curve is None else curve.seconds(num_bytes)
 
     def held_bytes_of_others(self, domains: ExpertDomains) -> int:
-        """Returns the bytes of other ranks' experts, and of their gradients, that a rank holds on its device."""
+        """Returns the bytes of other ranks' experts and of their gradients that a rank holds on its device, and of its
+        own experts as they were sent: by these it sees whether they have changed.
+        """
         world = self.cluster.world
         crosses = domains.experts_cross_nodes([world.nodes[rank] for rank in world.layout.first_group("ep")])
-        return int((math.prod(domains.sizes) - 1) * self.workload.held_bytes_of_others(crosses))
+        others, as_sent = math.prod(domains.sizes) - 1, self.workload.expert_bytes
+        return int(others * self.workload.held_bytes_of_others(crosses) + (as_sent if others else 0))
 
     def bytes_of_copies(self, holds: int) -> int:
         """Returns the bytes that `seconds_of_copies` copies."""
