@@ -477,6 +477,38 @@ def test_what_is_sent_before_a_layer_runs_is_timed(timed):
     assert controller.trials.steps == 3 and controller.trials.longer_than(4.0) == 0.0
 
 
+@pytest.mark.parametrize(("free", "fits"), [(125, True), (124, False), (None, True)])
+def test_what_was_chosen_stays_where_what_is_planned_by_has_no_room(timed, monkeypatch, capsys, free, fits):
+    """Stock holds 100 bytes more, and four fifths of what is free may be planned with. Without a GPU nobody knows."""
+    controller, _, _ = timed
+    found = (Prediction("monta:O2x2", 1.0, 0, 0, 0, 50), Prediction("alltoall", 2.0, 0, 0, 0, 150))
+    controller.shapes = (Alike(None, found, (), "monta:O2x2", 1, SEEN.workload),)
+    controller.trying, controller.chosen, controller.settled = controller.shapes[0], {None: "monta:O2x2"}, True
+    controller.layers[0].passes = 1
+    room = None if free is None else Room(free, 0, 1, 1)
+    monkeypatch.setattr(controlling.memory_room, "room", lambda passes, layers: room)
+    monkeypatch.setattr(controlling, "known_to_all", lambda own: [True, own])
+    ran = []
+    monkeypatch.setattr(controller, "_run_only", lambda variant, layers: ran.append(variant))
+    drift = SimpleNamespace(record=lambda _: 1.0, why_over=lambda _: "steps take longer", next_look=70)
+    monkeypatch.setattr(controller, "_drift", drift)
+    controller._watch()
+    assert ran == ["alltoall"] * fits and controller.settled == (not fits)
+    stays = "monta:O2x2 had been chosen; steps take longer: it stays, as alltoall, by which"
+    assert (stays in capsys.readouterr().out) == (not fits)
+    assert fits or controller._drift.next_look == 70
+
+
+@pytest.mark.parametrize(("iteration", "look"), [(0, 1000), (999, 1000), (5000, 10_000)])
+def test_a_run_that_goes_on_looks_anew_later(timed, monkeypatch, iteration, look):
+    controller, _, _ = timed
+    monkeypatch.setattr(controlling, "training_arguments", lambda: SimpleNamespace(iteration=iteration))
+    controller._rest()
+    assert controller.settled and controller._drift.next_look == look
+    controller._rest()
+    assert controller._drift.next_look == look
+
+
 def test_of_two_models_the_first_ones_steps_are_timed(timed):
     """An actor's and a critic's, each with MoE layers under auto."""
     controller, layer, now = timed
