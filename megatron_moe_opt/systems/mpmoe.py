@@ -173,11 +173,7 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
             f"--expert-tensor-parallel-size 1 experts are whole: give {PREFIX}way {ROWS}, whose all-to-all is the same"
         )
     if options.partition_counts != (1,) and _rounds_each(config, arguments):
-        raise ConfigurationError(
-            "--use-transformer-engine-op-fuser adds each partition's gradients to those that are kept, which are "
-            "narrower than float32 and would be rounded each time: drop --grad-reduce-in-bf16, or give "
-            f"{PREFIX}partitions 1"
-        )
+        raise ConfigurationError(ROUNDS_EACH)
     check_levels(options)
     _check_domains(config, options)
     if HOPS in options.ways:
@@ -210,6 +206,14 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
         raise ConfigurationError(
             f"--fine-grained-activation-offloading offloads what {flag} restores in another way: drop one of the two"
         )
+
+
+ROUNDS_EACH = (
+    "--use-transformer-engine-op-fuser adds each partition's gradients to main_grad, where they are narrower than "
+    "float32 and would be rounded each time: drop --grad-reduce-in-bf16, add --accumulate-allreduce-grads-in-fp32, or "
+    f"give {PREFIX}partitions 1"
+)
+"""The sentence that refuses operations which were made to add to narrow gradients."""
 
 
 def _rounds_each(config: Any, arguments: Any) -> bool:

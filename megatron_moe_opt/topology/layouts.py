@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd, prod
+from math import gcd, lcm, prod
 from typing import Literal, get_args
 
 from megatron_moe_opt.errors import ConfigurationError
@@ -88,9 +88,16 @@ class Layout:
         """Returns the size of data parallelism for experts: what expert-TP, EP and PP leave of the ranks."""
         return self.world // (self.expert_tp * self.ep * self.pp)
 
+    @property
+    def least_sequence(self) -> int:
+        """Returns the tokens of the shortest sequence that TP and CP cut into equal parts, which cuts multiples of it
+        too: CP takes two of its chunks each.
+        """
+        return self.tp if self.cp == 1 else lcm(self.tp * self.cp, 2 * self.cp)
+
     def cuts(self, sequence: int) -> bool:
-        """Whether TP and CP cut a sequence of so many tokens into equal parts: CP takes two of its chunks each."""
-        return sequence % (self.tp * self.cp) == 0 and (self.cp == 1 or sequence % (2 * self.cp) == 0)
+        """Whether TP and CP cut a sequence of so many tokens into equal parts."""
+        return sequence % self.least_sequence == 0
 
     def size(self, role: Role) -> int:
         """Returns how many ranks a group of `role` has."""

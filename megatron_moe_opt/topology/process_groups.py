@@ -102,7 +102,8 @@ def host_group() -> Iterator[ProcessGroup]:
     if dist.get_backend() == "gloo":
         yield dist.group.WORLD
         return
-    group = dist.new_group(backend="gloo", group_desc="objects on hosts")
+    timeout = _backend(dist.group.WORLD).options._timeout
+    group = dist.new_group(timeout=timeout, backend="gloo", group_desc="objects on hosts")
     try:
         yield group
     finally:

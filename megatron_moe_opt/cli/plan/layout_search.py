@@ -28,7 +28,7 @@ from megatron_moe_opt.planning.training.memory import (
     under_way,
 )
 from megatron_moe_opt.planning.training.model import ModelShape
-from megatron_moe_opt.topology.layouts import Layout
+from megatron_moe_opt.topology.layouts import Layout, divisors
 
 SHOWN = 8
 TOKENS_OF_STEP = 4 * 2**20
@@ -94,7 +94,7 @@ def default_batch(sequence: int, world: int) -> int:
     the GPUs that is not above it, so that layouts can share them out evenly.
     """
     sequences = max(1, TOKENS_OF_STEP // sequence)
-    ranks = max(one for one in range(1, min(world, sequences) + 1) if world % one == 0)
+    ranks = max(one for one in divisors(world) if one <= sequences)
     return round(sequences / ranks) * ranks
 
 
@@ -147,7 +147,7 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     if not any(one.layout.cuts(sequence) for one in of_step):
         raise ConfigurationError(
             f"--sequence {sequence} is cut by no layout with --cp {cp}: choose a multiple of "
-            f"{min(one.layout.tp * (2 * cp if cp > 1 else 1) for one in of_step)}"
+            f"{min(one.layout.least_sequence for one in of_step)}"
         )
     needed = {one: _least_memory(model, one, sequence, settings.element_bytes) for one in of_step}
     small = [one for one in of_step if needed[one] <= FITS * known.memory]

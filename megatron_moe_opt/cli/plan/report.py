@@ -46,6 +46,7 @@ RECOMPUTE_FLAGS = {
 }
 FASTEST = 10
 """The number of candidates that are shown, besides the best of each system."""
+_FLEX = Refusal(FLEX, "what it takes on DeepEP or HybridEP is not known: auto tries it where they are installed")
 MIB = 2**20
 _EXPERTS = {Kind.COMPUTE: "experts, forward", Kind.GRADIENT: "experts, backward"}
 
@@ -263,9 +264,6 @@ def _cells(case: Case, one: Prediction) -> Iterator[str]:
     if step is not None:
         yield f"{step.tokens_per_second:.0f}"
         yield f"{step.mfu:.1%}"
-
-
-_FLEX = Refusal(FLEX, "what it takes on DeepEP or HybridEP is not known: auto tries it where they are installed")
 
 
 def _refused_table(refused: Sequence[Refusal]) -> Table:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ from megatron_moe_opt.integration.auto.first_step import (
 )
 from megatron_moe_opt.integration.auto.given_plan import read_plan
 from megatron_moe_opt.integration.auto.look import Look, passes_held
+from megatron_moe_opt.integration.auto.memory_room import Above
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.auto.step_clock import StepClock
 from megatron_moe_opt.integration.auto.stock_variants import (
@@ -364,11 +365,7 @@ class Controller:
             return True
         self._use(self.trying.ran, layers)  # as in the step that room is known of
         self._keep((ALLTOALL, *self.trials.variants), layers)
-        above = sum(
-            one.above(variant if one is self.trying else layer.current).of(passes_held(layer, self.config), layers=1)
-            for one in self.shapes
-            for layer in self._layers_of(one)
-        )
+        above = self._held(lambda one, layer: one.above(variant if one is self.trying else layer.current))
         communicators = self.trying.communicators(variant) if layers else 0
         size = self.first_step.rooms[dist.get_rank()].needed(above, communicators)
         of_ranks = known_to_all(None if not size or memory_room.could_take(size) else size)
@@ -378,6 +375,14 @@ class Controller:
         else:
             self._fitting.add(variant)
         return not lacking
+
+    def _held(self, of_layer: Callable[[Alike, PlannedLayer], Above]) -> int:
+        """Returns the bytes that all layers of this rank hold in a step together, of what each holds."""
+        return sum(
+            of_layer(one, layer).of(passes_held(layer, self.config), layers=1)
+            for one in self.shapes
+            for layer in self._layers_of(one)
+        )
 
     def _starts(self, variant: str, layers: Sequence[PlannedLayer]) -> bool:
         """Whether each rank can make what a variant of Megatron's own communicates with, before its first turn.
@@ -434,11 +439,7 @@ class Controller:
         chosen. A collective call over the world.
         """
         room = memory_room.room(sum(passes_held(layer, self.config) for layer in self.layers), len(self.layers))
-        above = sum(
-            one.above(one.ran, self.chosen[one.shape]).of(passes_held(layer, self.config), layers=1)
-            for one in self.shapes
-            for layer in self._layers_of(one)
-        )
+        above = self._held(lambda one, _: one.above(one.ran, self.chosen[one.shape]))
         return all(known_to_all(room is None or above <= room.spare))
 
     def _settle(self) -> None:

@@ -20,7 +20,7 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.products import Products
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
-from megatron_moe_opt.systems.system import PREFIX
+from megatron_moe_opt.systems.mpmoe import ROUNDS_EACH
 
 if TYPE_CHECKING:
     from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
@@ -112,13 +112,11 @@ def _has_narrow_main_grad(parameter: torch.Tensor) -> bool:
 
 
 def _check_fusion_can_be_left_out(config: Any) -> None:
-    """Refuses, with ConfigurationError, operations that were told to add to main_grad when they were made."""
+    """Refuses, with ConfigurationError, operations that were told to add to main_grad when they were made: where it
+    was not seen in Megatron-LM's arguments before.
+    """
     if getattr(config, "use_transformer_engine_op_fuser", False):
-        raise ConfigurationError(
-            "--use-transformer-engine-op-fuser adds each partition's gradients to main_grad, where they are narrower "
-            "than float32 and would be rounded each time: drop --grad-reduce-in-bf16, add "
-            f"--accumulate-allreduce-grads-in-fp32, or give {PREFIX}partitions 1"
-        )
+        raise ConfigurationError(ROUNDS_EACH)
 
 
 def _run_all(

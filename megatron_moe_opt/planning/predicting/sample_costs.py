@@ -123,7 +123,8 @@ class HopCosts:
         # The tokens that stay inside a node are the same on all of its devices, up to the first level: a node counts as
         # often as it has devices, and so do they.
         weight = max(holders.num_devices // workers[levels[0]], 1)
-        self._kept = np.hstack([of.astype(np.int64) * (1 if n == 0 else weight) for n, of in enumerate(stays)])
+        # NumPy multiplies matrices of integers without BLAS; these are exact in float64.
+        self._kept = np.hstack([of * (1.0 if n == 0 else weight) for n, of in enumerate(stays)])
         self.device_node = holders.device_node
         if len(levels) > 1:
             ranks = np.unique(holders.rank_device, return_index=True)[1] // holders.etp_size
@@ -138,8 +139,7 @@ class HopCosts:
         holders, copies = self._holders, self._copies(counts)
         if beside:
             copies = self._with_beside(copies, np.arange(len(copies))[:, None], beside)
-        # [R, B, W] of each part on each rank. NumPy multiplies integers without BLAS; these are exact in float64.
-        kept = (copies.astype(np.float64) @ self._kept.T.astype(np.float64)).astype(np.int64)
+        kept = (copies.astype(np.float64) @ self._kept.T).astype(np.int64)  # [R, B, W] of each part on each rank
         of_holders = sum(
             kept[ranks][:, :, ranks // holders.etp_size] for ranks in holders.ranks.T
         )  # [holders, B, holders]
