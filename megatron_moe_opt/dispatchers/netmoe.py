@@ -29,6 +29,7 @@ from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 from megatron_moe_opt.dispatchers.pipelining import Pipelining
 from megatron_moe_opt.dispatchers.sample_placement import Decided, LayerPlacement, background
 from megatron_moe_opt.dispatchers.sample_traffic import SampleRowBytes, SampleTraffic
+from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels.streams import require, to_device
 from megatron_moe_opt.planning.predicting.sample_costs import HopCosts, RowCosts, SampleCosts
@@ -43,6 +44,11 @@ from megatron_moe_opt.runtime.moving_samples.sample_hops import HoppingSamples
 from megatron_moe_opt.runtime.moving_samples.sample_rows import MovingRows, RowsByExpert
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.sample_holders import SampleHolders
+
+AT_HOME = (
+    "ranks of an EP group have different numbers of samples, or samples of different lengths: in such passes all "
+    "samples stay at home, and nothing is saved. Where most batches are like that, monta does the same for less"
+)
 
 
 @dataclass
@@ -172,6 +178,8 @@ class NetmoeDispatcher(Dispatcher):
             _check_masked_alike(counts, self.groups)
         if self.hops is None:
             self.pipelining.observe(counts.rows.sum(2))
+        if self._learn and not counts.equal:
+            say_once("netmoe", "at home", lambda: AT_HOME)
         learn = self._learn and counts.equal
         sizes, alone = rows.row_bytes(), 0
         rows_beside = 0 if beside is None else sequence

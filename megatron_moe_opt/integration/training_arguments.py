@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +18,18 @@ def training_arguments() -> Any:
     does not use it, or not yet.
     """
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+
+
+def checkpoint_folder() -> Path | None:
+    """Returns the folder of --save, else of --load. None: there is no such local folder."""
+    arguments = training_arguments()
+    if arguments is None:  # another loop than Megatron-LM's
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        for flag in ("--save", "--load"):
+            parser.add_argument(flag, nargs="?")  # may be another loop's switch
+        arguments, _ = parser.parse_known_args(sys.argv[1:])
+    folder = getattr(arguments, "save", None) or getattr(arguments, "load", None)
+    return Path(folder) if folder and "://" not in str(folder) else None
 
 
 def name_in_checkpoints(name: str, is_ours: Callable[[str], bool]) -> None:

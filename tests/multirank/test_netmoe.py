@@ -148,12 +148,13 @@ def compare_case(
     from megatron.core import parallel_state
 
     import megatron_moe_opt
-    from megatron_moe_opt.dispatchers import sample_placement
+    from megatron_moe_opt.dispatchers import sample_placement, say
     from tests.multirank.test_wire import round_rows_of
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
     megatron_moe_opt.register()
+    say._said.clear()
     stock_solver, stock_settle, moved = sample_placement.place_samples, sample_placement.settle, []
 
     def settle(*given: np.ndarray) -> np.ndarray:
@@ -199,6 +200,7 @@ def compare_case(
                 for name, tensor in expected.items():
                     error = ((got[name] - tensor).norm() / tensor.norm().clamp_min(1e-20)).item()
                     worst = max(worst, (error, name))
+        assert (("netmoe", "at home") in say._said) == bool(sizes)
     finally:
         sample_placement.place_samples, sample_placement.settle = stock_solver, stock_settle
     return *worst, sum(moved)

@@ -25,6 +25,7 @@ SMALL = (4096, 16384)
 @contextmanager
 def short_measurements(arguments: Any = None):
     """Has measurements take few and small sizes; `arguments` are Megatron-LM's. Yields what is said."""
+    from megatron_moe_opt.integration import training_arguments
     from megatron_moe_opt.integration.auto import own_profile
     from megatron_moe_opt.integration.measuring import loads, measure, meter
 
@@ -33,7 +34,8 @@ def short_measurements(arguments: Any = None):
         loads: {"_COPIED_BYTES": 2**16},
         meter: {"MOST_BESIDE": 4, "LEAST_OPS": 2, "MOST_OPS": 2, "MORE_OF_OUTLIERS": 0, "CALLS": 1, "DIP": 1},
         measure: {"SIZES": SMALL, "LOCAL_SIZES": SMALL[:1], "GEMM_ROWS": (16, 32), "LONGEST_SECONDS": math.inf},
-        own_profile: {"say": lambda _, line: said.append(line), "training_arguments": lambda: arguments},
+        own_profile: {"say": lambda _, line: said.append(line)},
+        training_arguments: {"training_arguments": lambda: arguments},
     }
     with pytest.MonkeyPatch.context() as patch:
         for module, values in settings.items():

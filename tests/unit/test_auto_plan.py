@@ -111,6 +111,15 @@ def test_runners_up_that_cannot_run_are_not_tried(planned):
     assert tried(quantized, (8,)) == (["parm:S2", *others[1:]], "monta:O2x2")
 
 
+def test_what_an_earlier_start_has_ended_in_is_not_tried(planned, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--save", str(tmp_path)])
+    (tmp_path / "moe-opt-first-turns.txt").write_text("mpmoe:2:S1\nmonta:O2x2\nallgather\n")
+    (found,) = planned("monta:O2x2")._make_plan(FirstStep(((SEEN,), ())))
+    assert [one.variant for one in found.predicted] == ["parm:S2", "monta:O2x2", "alltoall"]  # what has run is no trial
+    why = {one.variant: one.reason for one in found.refused}
+    assert not found.beside and "an earlier start" in why["mpmoe:2:S1"] and why["allgather"] == why["mpmoe:2:S1"]
+
+
 def test_what_tp_ranks_would_route_differently_is_not_tried(planned):
     (found,) = planned("monta:O2x2", **DRAWN)._make_plan(FirstStep(((SEEN,), ())))
     (reason,) = (one.reason for one in found.refused if one.variant == "parm:S2")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_moe_opt.integration.auto import own_profile
-from megatron_moe_opt.integration.auto.own_profile import FILE_NAME, kept_in
+from megatron_moe_opt.integration.auto.own_profile import FILE_NAME
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from tests.unit.test_cluster_file import CLUSTER
 
@@ -67,25 +65,6 @@ def test_what_cannot_be_kept_costs_a_line(tmp_path: Path, said: list[str]):
     own_profile._write(None, CLUSTER)
     assert [line.partition(":")[0] for line in said] == ["what was measured is not kept"] * 2
     assert "no --save" in said[1]
-
-
-@pytest.mark.parametrize(
-    ("words", "folder"),
-    [
-        ("--load a --save b", "b"),
-        ("--load=a --seq-length 32", "a"),
-        ("--save-interval 2", None),
-        ("--save --lr 1", None),
-        ("--save msc://bucket/run", None),
-    ],
-)
-def test_it_is_beside_the_checkpoint(monkeypatch: pytest.MonkeyPatch, words: str, folder: str | None):
-    expected = None if folder is None else Path(folder) / FILE_NAME
-    monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
-    assert kept_in() == expected
-    both = SimpleNamespace(save=None, load="of Megatron-LM")
-    monkeypatch.setattr(own_profile, "training_arguments", lambda: both)
-    assert kept_in() == Path("of Megatron-LM") / FILE_NAME
 
 
 def test_a_profile_of_the_command_is_for_no_run(tmp_path: Path):

@@ -11,7 +11,7 @@
                      first one did, and what it shows is planned by and tried
 
 Beside them Megatron's own allgather and, where installed, flex are tried, which nobody predicts (stock_variants.py).
-What a GPU has no room for is not tried (memory_room.py).
+What a GPU has no room for is not tried (memory_room.py), nor what an earlier start has ended in (first_turns.py).
 
 All candidates compute the same function, so that training does not notice. Dispatchers are exchanged between optimizer
 steps only: no pass of theirs is under way then, and recomputed passes find what their first run used. None that loses
@@ -51,6 +51,7 @@ from megatron_moe_opt.integration.auto.first_step import (
     tried_by_plan,
     tried_by_profile,
 )
+from megatron_moe_opt.integration.auto.first_turns import FirstTurns
 from megatron_moe_opt.integration.auto.given_plan import read_plan
 from megatron_moe_opt.integration.auto.look import Look, passes_held
 from megatron_moe_opt.integration.auto.memory_room import Above
@@ -129,6 +130,8 @@ class Controller:
         """The variants that all GPUs are known to have room for."""
         self._starting: set[str] = set()
         """The variants of Megatron's own that were found to start on all ranks since the trials began."""
+        self._first_turns: FirstTurns | None = None
+        """What runs its first steps, on rank 0, where it is written down; None: elsewhere, and before trials."""
         self._drift: Drift | None = None
         """Watches the steps after the last trials; None: there were none."""
         self._plan_is_agreed = False
@@ -287,10 +290,13 @@ class Controller:
 
     def _make_plan(self, first: FirstStep) -> tuple[Alike, ...]:
         """Returns what is tried in the layers of each shape, the shape that takes most time first. On rank 0."""
+        if self._first_turns is None:
+            self._first_turns = FirstTurns()
+        left_out = self._first_turns.ended
         if self.plan is not None:
-            found = (tried_by_plan(self.plan, self.config, first),)
+            found = (tried_by_plan(self.plan, self.config, first, left_out),)
         else:
-            found = tried_by_profile(self._costs, self.config, self.options, first)
+            found = tried_by_profile(self._costs, self.config, self.options, first, left_out)
         return tuple(one.keeping(self.chosen.get(one.shape)) for one in found)
 
     def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
@@ -346,14 +352,22 @@ class Controller:
         """Has the next step run what the trials say, if GPUs have room for it; or, where they are over, what stays."""
         layers = self._layers_of(self.trying)
         while (variant := self.trials.current) is not None:
+            self._write_down(variant)
             if self._fits(variant, layers) and self._starts(variant, layers):
                 break
             self.trials.drop()
         if variant is None:
+            self._write_down(None)
             self._settle()
             return
         self._use(variant, layers)
         self._keep((ALLTOALL, *self.trials.variants), layers)  # stock's: the others are built from it
+
+    def _write_down(self, variant: str | None) -> None:
+        """Has rank 0 write down what may begin now, for the next start, if this one ends in it."""
+        if self._first_turns is not None:
+            is_new = variant is not None and not self.trials.times[variant] and variant != self.trying.ran
+            self._first_turns.run(variant if is_new else None)
 
     def _fits(self, variant: str, layers: Sequence[PlannedLayer]) -> bool:
         """Whether the GPU of each rank has room for what a variant takes in these layers, beside what the others run.

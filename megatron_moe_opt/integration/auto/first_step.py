@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -159,21 +159,31 @@ class Alike:
         return 0 if variant == self.ran else _communicators(variant, {self.workload.workers}, self.workload.etp)
 
 
-def tried_by_plan(plan: Plan, config: Any, first: FirstStep) -> Alike:
-    """Returns what a plan.json has all layers try, whatever their shape."""
-    beside, not_beside = stock_variants(config, first.workloads, first.tokens, first.spare)
+def tried_by_plan(plan: Plan, config: Any, first: FirstStep, left_out: Mapping[str, str]) -> Alike:
+    """Returns what a plan.json has all layers try, whatever their shape.
+
+    Args:
+        left_out: variants that are not tried, and why.
+    """
+    beside, not_beside = _beside(config, first, left_out)
     run = _run(config, first.seen, samples_may_move=False)
     ran = runs_first(config, plan)
-    allowed, refused = _allowed(config, plan.candidates, run, first.rooms, ran)
+    allowed, refused = _allowed(config, plan.candidates, run, first.rooms, ran, left_out)
     variants = set(plan.layers.values())
     planned = ran if len(variants) == 1 and variants <= {one.variant for one in allowed} else None
     refused, passes = (*refused, *not_beside), _most_passes(first.seen)
     return Alike(None, allowed, refused, planned, passes, _workload(first.seen), beside, ran)
 
 
-def tried_by_profile(cluster: Cluster, config: Any, options: Options, first: FirstStep) -> tuple[Alike, ...]:
-    """Returns what a profile has the layers of each shape try, those first that take most time."""
-    beside, not_beside = stock_variants(config, first.workloads, first.tokens, first.spare)
+def tried_by_profile(
+    cluster: Cluster, config: Any, options: Options, first: FirstStep, left_out: Mapping[str, str]
+) -> tuple[Alike, ...]:
+    """Returns what a profile has the layers of each shape try, those first that take most time.
+
+    Args:
+        left_out: variants that are not tried, and why.
+    """
+    beside, not_beside = _beside(config, first, left_out)
     by_shape, ran = first.by_shape, runs_first(config)
     by_time: list[tuple[float, Alike]] = []
     for shape, of_ranks in by_shape.items():
@@ -184,7 +194,7 @@ def tried_by_profile(cluster: Cluster, config: Any, options: Options, first: Fir
         found, at_home = worth_moving(found, first.placement_saving, first.at_home, unlike=len(by_shape) > 1)
         refused |= {one.variant: one for one in at_home}
         run = _run(config, of_ranks, samples_may_move=True)
-        allowed, not_allowed = _allowed(config, found, run, first.rooms, ran)
+        allowed, not_allowed = _allowed(config, found, run, first.rooms, ran, left_out)
         choice, passes = in_fewest_parts(best(allowed), allowed), _most_passes(of_ranks)
         without_timelines = tuple(dataclasses.replace(one, timelines=()) for one in allowed)
         all_refused = (*refused.values(), *not_allowed, *not_beside)
@@ -276,14 +286,28 @@ def _by_layer(of_ranks: Sequence[Sequence[Seen]]) -> Iterable[list[SeenExperts]]
     return found.values()
 
 
+def _beside(config: Any, first: FirstStep, left_out: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[Refusal, ...]]:
+    """Returns Megatron's other dispatchers that are tried, and those that are not."""
+    found, refused = stock_variants(config, first.workloads, first.tokens, first.spare)
+    tried = tuple(one for one in found if one not in left_out)
+    return tried, (*refused, *(Refusal(one, left_out[one]) for one in found if one in left_out))
+
+
 def _allowed(
-    config: Any, predictions: Sequence[Prediction], run: Run, rooms: Sequence[Room], ran: str
+    config: Any,
+    predictions: Sequence[Prediction],
+    run: Run,
+    rooms: Sequence[Room],
+    ran: str,
+    left_out: Mapping[str, str],
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
     """Returns what layers can change to and from in this configuration, and what they cannot."""
     above = _above(predictions, ran)
     reasons: dict[str, str | None] = {}
     for variant in above:
         reason = refusal(config, variant) or _stays(variant, run)
+        if reason is None and variant != ran:
+            reason = left_out.get(variant)
         if reason is None and variant != ran:
             communicators = _communicators(variant, run.workers, config.expert_tensor_parallel_size or 1)
             reason = _too_large(above[variant], communicators, rooms)

@@ -5,10 +5,8 @@ It is kept beside the checkpoint and read at the next start, as long as nothing 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +23,7 @@ from megatron_moe_opt.integration.layer.configured_workload import type_of_rows
 from megatron_moe_opt.integration.measuring.domain_moves import num_domain_groups
 from megatron_moe_opt.integration.measuring.measure import Sizes, measure, room_beside
 from megatron_moe_opt.integration.measuring.provenance import machine
-from megatron_moe_opt.integration.training_arguments import training_arguments
+from megatron_moe_opt.integration.training_arguments import checkpoint_folder
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.costs.cluster import EXPERT, OLDER, ROW, TYPE, Cluster
 from megatron_moe_opt.planning.costs.differences import differences
@@ -76,7 +74,8 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
         say(AUTO, f"GPUs have no memory for the {number} process groups of expert domains: what uses them is not tried")
         sizes = replace(sizes, workers=())
     facts = facts_of_run(sizes, layer, device) | {"--moe-opt-profile-seconds": f"{seconds:g}"}
-    file = kept_in()
+    folder = checkpoint_folder()
+    file = None if folder is None else folder / FILE_NAME
     kept = found_by_first(lambda: _read(file, facts), dist.group.WORLD)
     if isinstance(kept, Cluster):
         say(AUTO, f"costs of moves here are those that were measured before, in {file}")
@@ -91,18 +90,6 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
             say(AUTO, warning)
         _write(file, cluster)
     return OwnProfile(cluster, "what was just measured")
-
-
-def kept_in() -> Path | None:
-    """Returns the file beside the checkpoint: in --save, else in --load. None: there is no such local folder."""
-    arguments = training_arguments()
-    if arguments is None:  # another loop than Megatron-LM's
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        for flag in ("--save", "--load"):
-            parser.add_argument(flag, nargs="?")  # may be another loop's switch
-        arguments, _ = parser.parse_known_args(sys.argv[1:])
-    folder = getattr(arguments, "save", None) or getattr(arguments, "load", None)
-    return Path(folder) / FILE_NAME if folder and "://" not in str(folder) else None
 
 
 def facts_of_run(sizes: Sizes, layer: LayerWorkload, device: torch.device) -> dict[str, str | int]:
