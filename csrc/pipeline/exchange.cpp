@@ -16,8 +16,8 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 // a group the same order: one tag serves all. It only has to differ from the tags of other users of the group.
 constexpr int kTag = 0x6d6f65;
 
-// The groups of exchanges that were given up or failed. Their messages may still be under way, and a later exchange
-// would take them for its own: with rows of the same size without a word.
+// The groups of exchanges that failed, were given up, or were begun and never waited for. Their messages may still be
+// under way, and a later exchange would take them for its own: with rows of the same size without a word.
 class SpoiltGroups {
  public:
   void add(const Group& group) {
@@ -68,6 +68,10 @@ Exchange::Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, BlocksOfRows se
   }
 }
 
+Exchange::~Exchange() {
+  if (!transfers_.empty() && !complete_) spoilt.add(group_);
+}
+
 void Exchange::run() {
   begin();
   finish();
@@ -111,6 +115,7 @@ void Exchange::begin_on_gloo(c10d::Backend& backend) {
     try {
       transfers.push_back({receives ? backend.recv(block, peer, kTag) : backend.send(block, peer, kTag), peer});
     } catch (const std::exception& error) {
+      if (!transfers.empty()) spoilt.add(group_);
       throw PeerError(error.what(), peer);
     }
   };
@@ -143,6 +148,7 @@ void Exchange::finish() {
       throw PeerError(reason, peer);
     }
   }
+  complete_ = true;
 }
 
 void Exchange::abort() {

@@ -49,6 +49,7 @@ class Exchange : public Action {
   // NaNs in messages (TORCH_NCCL_NAN_CHECK) would take the bits of a probability between half-precision elements for
   // one.
   Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, BlocksOfRows sent, BlocksOfRows received);
+  ~Exchange() override;
 
   // On Gloo returns when every block has arrived and left, each within the group's timeout; on NCCL when all is issued.
   // Throws PeerError.
@@ -74,14 +75,15 @@ class Exchange : public Action {
   std::mutex mutex_;  // guards transfers_ and aborted_
   std::vector<Transfer> transfers_;
   bool aborted_ = false;
+  bool complete_ = false;                   // of what begin() left under way on Gloo
   c10::intrusive_ptr<c10d::Work> running_;  // NCCL's; it also holds on to what it reads and writes until it is joined
 };
 
 // As exchange.finish(), in a thread that no executor interrupts: give_up_waits does.
 void wait_for(Exchange& exchange);
 
-// Has what threads of this process wait for with wait_for fail, if anything. To be called until they have returned:
-// Gloo forgets it where a wait is just about to begin.
+// Has what threads of this process wait for with wait_for fail, if anything. To be called until they have returned: one
+// may be about to begin.
 void give_up_waits();
 
 }  // namespace pipeline

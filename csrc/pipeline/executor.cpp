@@ -187,6 +187,7 @@ void Executor::Lanes::run_lane(Run& run, int lane, std::unique_lock<std::mutex>&
       std::optional<PeerError> error;
       try {
         action->run();
+        action->join();  // on a host nothing orders what is left running before the next op
       } catch (const PeerError& caught) {
         error = caught;
       } catch (const std::exception& caught) {

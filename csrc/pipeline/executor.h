@@ -27,7 +27,7 @@ class Action {
  public:
   virtual ~Action() = default;
   virtual void run() = 0;
-  // Makes the current stream of an accelerator wait for what run() has left running on others.
+  // Makes the current stream of an accelerator wait for what run() has left running on others; on a host, the caller.
   virtual void join() {}
   // Makes a run() that blocks, in another thread, throw soon; or one that has not begun, once it begins.
   virtual void abort() {}
@@ -91,7 +91,7 @@ class Executor {
   std::optional<Failure> run(const std::vector<Op>& ops, int caller_lane, std::vector<Span>* spans);
 
   // Has the run that another thread is in, if any, fail: with the first op under way, and no peer. To be called until
-  // that thread has returned: an action may forget it that is just about to wait.
+  // that thread has returned: it may be about to begin another run.
   void give_up();
 
  private:

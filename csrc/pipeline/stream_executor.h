@@ -20,7 +20,8 @@ class StreamExecutor {
  public:
   explicit StreamExecutor(std::unique_ptr<Streams> streams) : streams_(std::move(streams)) {}
 
-  // As Executor::run, but returns as soon as all is issued: later work on the current stream waits for all ops.
+  // As Executor::run, but returns as soon as all is issued: later work on the current stream waits for all ops. One
+  // thread at a time, which nothing checks: runs may be nested, as an op's backward pass may be in autograd's thread.
   // `caller_lane` (-1: none) is the current stream. Memory that was allocated there may be freed after the call. With
   // `spans` it also waits for the device.
   std::optional<Failure> run(const std::vector<Op>& ops, int caller_lane, std::vector<Span>* spans);

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.executor import LaneError, executor
 from megatron_moe_opt.runtime.engine.steps import Steps
@@ -178,7 +179,7 @@ def fail_in(lane: Lane) -> str:
     for the group of that message.
     """
     world = dist.group.WORLD
-    group = dist.new_group(timeout=timedelta(hours=1))  # longer than a case may take
+    group, dropping = (dist.new_group(timeout=timedelta(hours=1)) for _ in range(2))  # longer than a case may take
     rows = torch.full((2, 3), float(dist.get_rank()))
     waiting = Op(Kind.SEND_RECEIVE, Lane.INTER if lane is not Lane.INTER else Lane.INTRA, 1, group="ep")
     never_sent = [(0, 2) if peer == (dist.get_rank() + 1) % 4 else (0, 0) for peer in range(4)]
@@ -200,6 +201,11 @@ def fail_in(lane: Lane) -> str:
         executor().run(again, [steps.all_gather(rows, gathered, [2] * 4, group)])
     executor().run(again, [steps.all_gather(rows, gathered, [2] * 4, world)])
     assert gathered[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    dropped = load_extension().exchange(dropping, rows, [(0, 1)] * 4, gathered, [(0, 1)] * 4)
+    dropped.begin()  # and not waited for, as where something raises in between
+    del dropped
+    with pytest.raises(LaneError, match="messages of an exchange that failed may still be under way in it"):
+        executor().run(again, [steps.all_gather(rows, gathered, [2] * 4, dropping)])
     return message
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -27,6 +29,33 @@ def test_an_op_that_runs_its_executor_fails(lane):
         executor().run(both, [nested, steps.Steps()])
     assert isinstance(error.value.__cause__, RuntimeError)
     executor().run(inner, [steps.Steps()])
+
+
+@pytest.mark.parametrize("raised", [MemoryError, KeyboardInterrupt])
+def test_what_has_failed_keeps_nothing_of_who_called(raised):
+    class Held:
+        pass
+
+    def fail() -> None:
+        raise raised
+
+    def call() -> weakref.ref[Held]:
+        held = Held()
+        with pytest.raises((LaneError, KeyboardInterrupt)):
+            executor().run(schedule(Lane.COPY, Lane.COMPUTE), [steps.call(fail), steps.Steps()])
+        return weakref.ref(held)
+
+    of_caller = call()
+    gc.collect()
+    assert of_caller() is None
+
+
+def test_a_lane_with_a_thread_of_its_own_records_no_more_gradients_than_its_caller():
+    seen = []
+    with torch.no_grad():
+        both = [steps.call(lambda: seen.append(torch.is_grad_enabled())) for _ in range(2)]
+        executor().run(schedule(Lane.COPY, Lane.COMPUTE), both)
+    assert seen == [False, False]
 
 
 def test_what_was_started_runs_in_order_beside_schedules_and_names_what_failed():

@@ -225,6 +225,8 @@ def _issue_on_stream(
 def _fail(schedule: Schedule, steps: Sequence[Steps], index: int, peer: int, reason: str) -> NoReturn:
     """Raises what an op has raised, named by its lane, op and group."""
     cause = next((errors[0] for errors in steps[index].raised if errors), None)
+    for errors in (errors for step in steps for errors in step.raised):
+        errors.clear()  # each holds a traceback, whose frames hold the steps: a cycle through the extension
     if isinstance(cause, ConfigurationError) or (cause is not None and not isinstance(cause, Exception)):
         raise cause  # it says what to change; or KeyboardInterrupt and the like
     raise _lane_error(schedule, steps, index, peer, reason, cause) from cause
