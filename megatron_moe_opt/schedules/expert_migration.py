@@ -17,24 +17,16 @@ from collections.abc import Mapping
 from functools import cache
 from operator import itemgetter
 
-from megatron_moe_opt.schedules.hops import HopBytes, HopStages
+from megatron_moe_opt.schedules.hops import HopStages
 from megatron_moe_opt.schedules.pipeline import Stage, one_by_one
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline, Schedule
 
 
-def hop_out(size: HopBytes, way: HopStages) -> Schedule:
-    """Returns the schedule of rows to the domains of each level, and to each expert held there: rows -> sorted."""
-    return outline("hop out", way).sized([size])
-
-
-def hop_back(size: HopBytes, way: HopStages) -> Schedule:
-    """Returns the schedule of sums of the experts' rows back from the domains of each level: sorted -> rows."""
-    return outline("hop back", way).sized([size])
-
-
 @cache
 def outline(direction: str, way: HopStages) -> Outline:
-    """Returns what `hop_out` or `hop_back` does, whatever moves."""
+    """Returns the schedule of rows to the domains of each level, and to each expert held there ("hop out": rows ->
+    sorted), or of sums of the experts' rows back from these domains ("hop back": sorted -> rows), whatever moves.
+    """
     is_out = direction == "hop out"
     levels = ", ".join(map(str, way.hops if is_out else reversed(way.hops)))
     source, stages = ("rows", way.out()) if is_out else ("sorted", way.back())

@@ -11,7 +11,7 @@ the all-gather; O3 copies in a lane of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from megatron_moe_opt.schedules.pipeline import ChunkBytes, Stage, chunk_by_chunk
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline, Schedule
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline
 
 LEVELS = ("O1", "O2", "O3")
 EP = "ep"
@@ -69,23 +69,13 @@ class AllToAllAndGather:
         return stages
 
 
-def dispatch(level: str, chunks: Sequence[ChunkBytes], ep_size: int, etp_size: int) -> Schedule:
-    """Returns the schedule of rows to their experts. Buffers of chunk j: rows.j -> arrived.j
-    -> gathered.j -> sorted.j.
-    """
-    return outline("dispatch", level, len(chunks), ep_size, etp_size).sized(chunks)
-
-
-def combine(level: str, chunks: Sequence[ChunkBytes], ep_size: int, etp_size: int) -> Schedule:
-    """Returns the schedule that sends rows back to their source. Buffers of chunk j: sorted.j -> unsorted.j ->
-    parts.j -> summed.j -> rows.j.
-    """
-    return outline("combine", level, len(chunks), ep_size, etp_size).sized(chunks)
-
-
 @cache
 def outline(direction: str, level: str, num_chunks: int, ep_size: int, etp_size: int) -> Outline:
-    """Returns what `dispatch` or `combine` does, whatever moves."""
+    """Returns the schedule of rows to their experts ("dispatch") or back to their source ("combine"), whatever moves.
+
+    Buffers of chunk j: rows.j -> arrived.j -> gathered.j -> sorted.j, and sorted.j -> unsorted.j -> parts.j ->
+    summed.j -> rows.j.
+    """
     copies = Lane.COPY if level == "O3" else Lane.INTRA
     way = AllToAllAndGather(ep_size, etp_size, copies, copies)
     source, stages = ("rows", way.out()) if direction == "dispatch" else ("sorted", way.back())

@@ -12,27 +12,22 @@ of one runs the other on gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
-from megatron_moe_opt.schedules.hops import HopBytes, HopStages
+from megatron_moe_opt.schedules.hops import HopStages
 from megatron_moe_opt.schedules.pipeline import chunk_by_chunk
-from megatron_moe_opt.schedules.schedule import Outline, Schedule
-
-
-def dispatch(chunks: Sequence[HopBytes], levels: int, etp_size: int = 1) -> Schedule:
-    """Returns the schedule that sends tokens to the experts: rows.j -> sorted.j. `levels`: of the network."""
-    return outline("dispatch", len(chunks), levels, tuple(chunks[0].sent), etp_size).sized(chunks)
-
-
-def combine(chunks: Sequence[HopBytes], levels: int, etp_size: int = 1) -> Schedule:
-    """Returns the schedule that sends sums to the tokens: sorted.j -> rows.j. `levels`: of the network."""
-    return outline("combine", len(chunks), levels, tuple(chunks[0].sent), etp_size).sized(chunks)
+from megatron_moe_opt.schedules.schedule import Outline
 
 
 @cache
 def outline(direction: str, num_chunks: int, levels: int, hops: tuple[int, ...], etp_size: int) -> Outline:
-    """Returns what `dispatch` or `combine` does, whatever moves; `hops` are the levels at which tokens hop."""
+    """Returns the schedule that sends tokens to the experts ("dispatch": rows.j -> sorted.j) or sums to the tokens
+    ("combine": sorted.j -> rows.j), whatever moves.
+
+    Args:
+        levels: number of levels of the network.
+        hops: the levels at which tokens hop.
+    """
     stages = HopStages(levels, hops, num_chunks > 1, etp_size)
     name = f"netmoe hops {direction}, {num_chunks} chunk(s)"
     if direction == "dispatch":

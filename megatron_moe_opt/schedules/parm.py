@@ -65,21 +65,12 @@ class JointAllToAll:
         return size.exchanged * self.etp_size
 
 
-def dispatch(chunks: Sequence[ChunkBytes], etp_size: int) -> Schedule:
-    """Returns the schedule of rows to their experts. Buffers of chunk j: rows.j -> gathered.j -> sorted.j."""
-    return outline("dispatch", len(chunks), etp_size).sized(chunks)
-
-
-def combine(chunks: Sequence[ChunkBytes], etp_size: int) -> Schedule:
-    """Returns the schedule of rows back to their source. Buffers of chunk j: sorted.j ->
-    unsorted.j -> parts.j -> rows.j.
-    """
-    return outline("combine", len(chunks), etp_size).sized(chunks)
-
-
 @cache
 def outline(direction: str, num_chunks: int, etp_size: int) -> Outline:
-    """Returns what `dispatch` or `combine` does, whatever moves."""
+    """Returns the schedule of rows to their experts ("dispatch") or back to their source ("combine"), whatever moves.
+
+    Buffers of chunk j: rows.j -> gathered.j -> sorted.j, and sorted.j -> unsorted.j -> parts.j -> rows.j.
+    """
     way = JointAllToAll(etp_size)
     source, stages = ("rows", way.out()) if direction == "dispatch" else ("sorted", way.back())
     return chunk_by_chunk(f"parm {direction}, {num_chunks} chunk(s)", source, stages, num_chunks)

@@ -221,12 +221,14 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
     for count in CHUNK_COUNTS:
         parts = hop_partitions(one, layer.skew, layer.computed, [1] * count)
         at_home = [
-            build([part.bytes(row_bytes) for part in parts], levels, one.etp)
-            for build, row_bytes in (
-                (hops.dispatch, noted),
-                (hops.combine, keyed),
-                (hops.dispatch, row.token),
-                (hops.combine, row.returned),
+            hops.outline(direction, count, levels, tuple(parts[0].sent), one.etp).sized(
+                [part.bytes(row_bytes) for part in parts]
+            )
+            for direction, row_bytes in (
+                ("dispatch", noted),
+                ("combine", keyed),
+                ("dispatch", row.token),
+                ("combine", row.returned),
             )
         ]
         schedules = [replace(schedule, ops=tuple(map(placed, schedule.ops))) for schedule in at_home]

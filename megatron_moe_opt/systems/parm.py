@@ -14,7 +14,7 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.monta import Pass
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules.monta import even_chunks
-from megatron_moe_opt.schedules.parm import AAS, SCHEDULES, combine, dispatch
+from megatron_moe_opt.schedules.parm import AAS, SCHEDULES, outline
 from megatron_moe_opt.schedules.schedule import Schedule
 from megatron_moe_opt.systems.system import (
     CHOOSES,
@@ -103,8 +103,7 @@ def _candidates(layer: LayerOnCluster, options: ParmOptions) -> Iterator[Predict
         return
 
     def fused(exchanged: Pass) -> Schedule:
-        build = dispatch if exchanged.direction == "dispatch" else combine
-        return build(even_chunks(exchanged.exchanged, one.etp, 1), one.etp)
+        return outline(exchanged.direction, 1, one.etp).sized(even_chunks(exchanged.exchanged, one.etp, 1))
 
     if "S1" in asked:
         yield layer.prediction("parm:S1", [fused(exchanged) for exchanged in layer.passes], layer.edge)

@@ -21,6 +21,7 @@ WITH_SHARED = (
     "hops over 2 level(s), expert-TP 2, gathered over TP",
 )
 """The ways beside which shared experts run, too."""
+DIRECTIONS = ("dispatch", "combine")
 HOPS = ((1, 1), (2, 1), (1, 2), (2, 2))
 """Levels over which tokens hop, and the size of the expert-TP group."""
 
@@ -34,8 +35,9 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
             of = f"EP {sizes[0]}, expert-TP {sizes[1]}"
             for level in monta.LEVELS if count > 1 else ("O1",):
                 if level != "O1" or count == 1:
-                    yield f"monta {level} dispatch, {count} chunk(s), {of}", monta.dispatch(level, chunks, *sizes)
-                    yield f"monta {level} combine, {count} chunk(s), {of}", monta.combine(level, chunks, *sizes)
+                    for direction in DIRECTIONS:
+                        schedule = monta.outline(direction, level, count, *sizes).sized(chunks)
+                        yield f"monta {level} {direction}, {count} chunk(s), {of}", schedule
             ways[of] = mpmoe.by_rows(*sizes), partitions
         ways["joint, expert-TP 2"] = mpmoe.jointly(2), partitions
         for levels, etp_size in HOPS:
@@ -45,8 +47,9 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
             gathered = [replace(size, tp_size=2) for size in tokens]
             ways[f"{of}, gathered over TP"] = HopStages(levels, tuple(range(levels)), True, etp_size, 2), gathered
             samples = [size.bytes(1) for size in tokens]
-            yield f"netmoe dispatch, {count} chunk(s), {of}", netmoe.dispatch(samples, levels, etp_size)
-            yield f"netmoe combine, {count} chunk(s), {of}", netmoe.combine(samples, levels, etp_size)
+            for direction in DIRECTIONS:
+                outline = netmoe.outline(direction, count, levels, tuple(range(levels)), etp_size)
+                yield f"netmoe {direction}, {count} chunk(s), {of}", outline.sized(samples)
         for of, (way, parts) in ways.items():
             for strategy in mpmoe.STRATEGIES:
                 for build in (mpmoe.forward, mpmoe.backward):
@@ -58,12 +61,14 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
                     yield f"mpmoe {build.__name__} with shared experts, {count} partition(s), {of}", schedule
         for etp_size in (1, 2):
             of = f"expert-TP {etp_size}"
-            yield f"parm dispatch, {count} chunk(s), {of}", parm.dispatch(chunks, etp_size)
-            yield f"parm combine, {count} chunk(s), {of}", parm.combine(chunks, etp_size)
+            for direction in DIRECTIONS:
+                schedule = parm.outline(direction, count, etp_size).sized(chunks)
+                yield f"parm {direction}, {count} chunk(s), {of}", schedule
             phases = parm.combine_and_gather(2 * count, chunks, etp_size)
             yield f"parm combine and gather, {count} phase(s), {of}", phases
     for levels in (1, 2):
         for level in range(levels):
             size, way = HopBytes({level: 1}, 1), HopStages(levels, (level,))
-            yield f"expert-migration hop out {level} of {levels}", expert_migration.hop_out(size, way)
-            yield f"expert-migration hop back {level} of {levels}", expert_migration.hop_back(size, way)
+            for direction in ("hop out", "hop back"):
+                schedule = expert_migration.outline(direction, way).sized([size])
+                yield f"expert-migration {direction} {level} of {levels}", schedule

@@ -17,7 +17,7 @@ from megatron_moe_opt.planning.predicting.monta import training_passes
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.runtime.observed.traffic_rows import INTER_NODE, INTRA_NODE, TrafficRow
 from megatron_moe_opt.schedules import mpmoe
-from megatron_moe_opt.schedules.expert_migration import gathered, hop_back, hop_out
+from megatron_moe_opt.schedules.expert_migration import gathered, outline
 from megatron_moe_opt.schedules.hops import HopBytes, HopStages
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
@@ -64,8 +64,8 @@ def migration_step() -> RecordedStep:
     """A hop out and back, and experts that travel beside them."""
     seconds = {Kind.ALL_TO_ALL: 2e-3, Kind.ALL_GATHER: 3e-3, Kind.PERMUTE: 1e-3}
     hops = [
-        simulate(build(HopBytes({0: ROW_BYTES}), HopStages(1, (0,))), lambda op: seconds[op.kind])
-        for build in (hop_out, hop_back)
+        simulate(outline(word, HopStages(1, (0,))).sized([HopBytes({0: ROW_BYTES})]), lambda op: seconds[op.kind])
+        for word in ("hop out", "hop back")
     ]
     travel = simulate(gathered({0: 8 * ROW_BYTES}), lambda op: seconds[op.kind])
     begins = (0.5, 0.51, 0.501)

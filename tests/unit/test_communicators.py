@@ -45,12 +45,12 @@ def layer_passes(rank: int, count: int) -> list[list[Schedule]]:
     partitions = [PartitionRows(chooser.randrange(9), chooser.randrange(9)) for _ in range(count)]
     tokens = [HopRows(9, {0: chooser.randrange(9), 1: chooser.randrange(9)}, 9) for _ in range(count)]
     samples = [HopBytes({0: chooser.randrange(9), 1: chooser.randrange(9)}, 9) for _ in range(count)]
-    row = RowBytes(2, 1, 3)
+    row, ways = RowBytes(2, 1, 3), ("dispatch", "combine")
     return [
-        *([netmoe.dispatch(samples, 2, size), netmoe.combine(samples, 2, size)] * 2 for size in (1, 2)),
-        *([monta.dispatch(level, chunks, 2, 2), monta.combine(level, chunks, 2, 2)] * 2 for level in ("O2", "O3")),
-        [parm.dispatch(chunks, 2), parm.combine(chunks, 2)] * 2,
-        [parm.dispatch(chunks, 2), parm.combine_and_gather(9, chunks, 2)] * 2,
+        *([netmoe.outline(way, count, 2, (0, 1), size).sized(samples) for way in ways] * 2 for size in (1, 2)),
+        *([monta.outline(way, level, count, 2, 2).sized(chunks) for way in ways] * 2 for level in ("O2", "O3")),
+        [parm.outline(way, count, 2).sized(chunks) for way in ways] * 2,
+        [parm.outline("dispatch", count, 2).sized(chunks), parm.combine_and_gather(9, chunks, 2)] * 2,
         *(
             [build(strategy, parts, row, way) for build in (mpmoe.forward, mpmoe.backward)]
             for parts, way in (

@@ -9,23 +9,24 @@ import pytest
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import netmoe
-from megatron_moe_opt.schedules.expert_migration import RENEWED, gathered, hop_back, hop_out, returned
+from megatron_moe_opt.schedules.expert_migration import RENEWED, gathered, outline, returned
 from megatron_moe_opt.schedules.hops import HopBytes, HopStages, role
 from megatron_moe_opt.schedules.monta import EXPERT_TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from tests.schedule_checks import validate, validate_ranks
 
 
-@pytest.mark.parametrize("build", [hop_out, hop_back])
+@pytest.mark.parametrize("direction", ["hop out", "hop back"])
 @pytest.mark.parametrize(
     ("level", "levels", "lane"), [(0, 1, Lane.INTER), (0, 2, Lane.INTER), (1, 2, Lane.INTRA), (1, 3, Lane.INTER)]
 )
-def test_hops(build, level, levels, lane):
-    schedule = build(HopBytes({level: 1000}, 3000), HopStages(levels, (level,)))
+def test_hops(direction, level, levels, lane):
+    hop = outline(direction, HopStages(levels, (level,)))
+    schedule = hop.sized([HopBytes({level: 1000}, 3000)])
     validate(schedule)
     assert [op.lane for op in schedule.ops if op.kind is Kind.ALL_TO_ALL] == [lane]
     # Ranks whose rows differ in number issue the same collectives.
-    validate_ranks({0: schedule, 1: build(HopBytes({level: 0}), HopStages(levels, (level,)))}, {role(level): [(0, 1)]})
+    validate_ranks({0: schedule, 1: hop.sized([HopBytes({level: 0})])}, {role(level): [(0, 1)]})
     curves = {
         (Kind.ALL_TO_ALL, role(level)): CostCurve(((1000, 3.0),)),
         (Kind.PERMUTE, None): CostCurve(((1000, 1.0),)),
@@ -33,9 +34,9 @@ def test_hops(build, level, levels, lane):
     assert simulate(schedule, Costs(curves)).seconds == pytest.approx(7.0)  # rows of experts are moved too
 
 
-@pytest.mark.parametrize(("build", "order"), [(hop_out, (0, 1)), (hop_back, (1, 0))])
-def test_a_hop_begins_when_the_one_before_has_ended(build, order):
-    schedule = build(HopBytes({0: 1000, 1: 1000}), HopStages(2, (0, 1)))
+@pytest.mark.parametrize(("direction", "order"), [("hop out", (0, 1)), ("hop back", (1, 0))])
+def test_a_hop_begins_when_the_one_before_has_ended(direction, order):
+    schedule = outline(direction, HopStages(2, (0, 1))).sized([HopBytes({0: 1000, 1: 1000})])
     validate(schedule)
     assert [op.group for op in schedule.ops if op.group] == [role(level) for level in order]
     assert simulate(schedule, lambda op: 1.0).seconds == 5.0
@@ -43,16 +44,17 @@ def test_a_hop_begins_when_the_one_before_has_ended(build, order):
 
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize(
-    ("build", "kinds"),
-    [(netmoe.dispatch, {Kind.ALL_GATHER}), (netmoe.combine, {Kind.REDUCE_SCATTER, Kind.SUM})],
+    ("direction", "kinds"),
+    [("dispatch", {Kind.ALL_GATHER}), ("combine", {Kind.REDUCE_SCATTER, Kind.SUM})],
 )
-def test_chunks_of_samples_meet_over_expert_tp_inside_nodes(build, kinds, levels):
+def test_chunks_of_samples_meet_over_expert_tp_inside_nodes(direction, kinds, levels):
     chunks = [HopBytes(dict.fromkeys(range(levels), rows), 2 * rows, rows) for rows in (1000, 0, 10)]
-    schedule = build(chunks, levels, 2)
+    whole, cut = (netmoe.outline(direction, 3, levels, tuple(range(levels)), etp_size) for etp_size in (1, 2))
+    schedule = cut.sized(chunks)
     validate(schedule)
     groups = {role(level): [(0, 1)] for level in range(levels)} | {EXPERT_TP: [(0, 1)]}
-    validate_ranks({0: schedule, 1: build(chunks[::-1], levels, 2)}, groups)
-    added = Counter(op.kind for op in schedule.ops) - Counter(op.kind for op in build(chunks, levels).ops)
+    validate_ranks({0: schedule, 1: cut.sized(chunks[::-1])}, groups)
+    added = Counter(op.kind for op in schedule.ops) - Counter(op.kind for op in whole.schedule.ops)
     assert added == dict.fromkeys(kinds, len(chunks))
     assert all(op.lane is Lane.INTRA for op in schedule.ops if op.kind in kinds)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.monta import ChunkBytes
-from megatron_moe_opt.schedules.parm import EXPERT_TP, JOINT, TP, combine, combine_and_gather, dispatch
+from megatron_moe_opt.schedules.parm import EXPERT_TP, JOINT, TP, combine_and_gather, outline
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from tests.schedule_checks import validate, validate_ranks
 
@@ -19,7 +19,8 @@ chunk_lists = st.lists(st.builds(ChunkBytes, many_bytes, many_bytes), min_size=1
 
 @given(chunk_lists, sizes, many_bytes)
 def test_all_validate(chunks, etp_size, gathered):
-    for schedule in (dispatch(chunks, etp_size), combine(chunks, etp_size)):
+    for direction in ("dispatch", "combine"):
+        schedule = outline(direction, len(chunks), etp_size).sized(chunks)
         validate(schedule)
         assert sum(op.size for op in schedule.ops if op.group == JOINT) == sum(c.exchanged for c in chunks) * etp_size
     validate(combine_and_gather(gathered, chunks, etp_size))

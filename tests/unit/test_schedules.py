@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.planning.predicting.simulator import simulate
-from megatron_moe_opt.schedules.monta import LEVELS, ChunkBytes, combine, dispatch, even_chunks
+from megatron_moe_opt.schedules.monta import LEVELS, ChunkBytes, even_chunks, outline
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule, ScheduleError
 from tests.schedule_checks import validate, validate_ranks
 from tests.unit.schedule_cases import schedules
 
-BUILDERS = {"dispatch": dispatch, "combine": combine}
+DIRECTIONS = ("dispatch", "combine")
 SIZES = (1, 2, 4)
 
 levels = st.sampled_from(LEVELS)
-builders = st.sampled_from(sorted(BUILDERS))
+directions = st.sampled_from(DIRECTIONS)
 sizes = st.sampled_from(SIZES)
 chunk_lists = st.lists(st.builds(ChunkBytes, st.integers(0, 10**9), st.integers(0, 10**9)), min_size=1, max_size=9)
 
@@ -133,14 +133,16 @@ def test_ranks_must_agree_on_what_they_call():
         validate_ranks({0: _exchange([0]), 1: _exchange([])}, {"ep": [[0, 1]]})
 
 
-@given(builders, levels, st.integers(1, 6), st.data())
-def test_ranks_with_other_bytes_agree_and_with_other_chunk_counts_do_not(builder, level, count, data):
+@given(directions, levels, st.integers(1, 6), st.data())
+def test_ranks_with_other_bytes_agree_and_with_other_chunk_counts_do_not(direction, level, count, data):
     """4 ranks: EP groups (0, 2) and (1, 3), expert-TP groups (0, 1) and (2, 3)."""
     members = {"ep": [(0, 2), (1, 3)], "expert-tp": [(0, 1), (2, 3)]}
     chunks = st.lists(st.builds(ChunkBytes, st.integers(0, 99), st.integers(0, 99)), min_size=count, max_size=count)
-    ranks = {rank: BUILDERS[builder](level, data.draw(chunks), 2, 2) for rank in range(4)}
+    ranks = {rank: outline(direction, level, count, 2, 2).sized(data.draw(chunks)) for rank in range(4)}
     validate_ranks(ranks, members)
-    ranks[data.draw(st.sampled_from(range(4)))] = BUILDERS[builder](level, [ChunkBytes()] * (count + 1), 2, 2)
+    ranks[data.draw(st.sampled_from(range(4)))] = outline(direction, level, count + 1, 2, 2).sized(
+        [ChunkBytes()] * (count + 1)
+    )
     with pytest.raises(ScheduleError, match="issues"):
         validate_ranks(ranks, members)
 
@@ -148,21 +150,21 @@ def test_ranks_with_other_bytes_agree_and_with_other_chunk_counts_do_not(builder
 # MoNTA's builders
 
 
-@given(builders, levels, chunk_lists, sizes, sizes)
-def test_builders_write_valid_schedules(builder, level, chunks, ep_size, etp_size):
-    schedule = BUILDERS[builder](level, chunks, ep_size, etp_size)
+@given(directions, levels, chunk_lists, sizes, sizes)
+def test_builders_write_valid_schedules(direction, level, chunks, ep_size, etp_size):
+    schedule = outline(direction, level, len(chunks), ep_size, etp_size).sized(chunks)
     validate(schedule)
     assert [op for op in schedule.ops if op.kind not in COLLECTIVES | {Kind.COPY, Kind.SUM}] == []
-    assert level in schedule.name and builder in schedule.name
+    assert level in schedule.name and direction in schedule.name
 
 
-@given(builders, levels, chunk_lists, sizes, sizes)
-def test_every_chunk_passes_every_stage_in_order(builder, level, chunks, ep_size, etp_size):
-    schedule = BUILDERS[builder](level, chunks, ep_size, etp_size)
+@given(directions, levels, chunk_lists, sizes, sizes)
+def test_every_chunk_passes_every_stage_in_order(direction, level, chunks, ep_size, etp_size):
+    schedule = outline(direction, level, len(chunks), ep_size, etp_size).sized(chunks)
     stages = {
         "dispatch": [Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.COPY],
         "combine": [Kind.COPY, Kind.REDUCE_SCATTER, Kind.SUM, Kind.ALL_TO_ALL],
-    }[builder]
+    }[direction]
     if ep_size == 1:
         stages.remove(Kind.ALL_TO_ALL)
     if etp_size == 1:
@@ -180,13 +182,13 @@ def test_every_chunk_passes_every_stage_in_order(builder, level, chunks, ep_size
             assert later.start >= earlier.end
 
 
-@given(builders, levels, chunk_lists, sizes, sizes)
-def test_buffers_lead_from_the_inputs_to_the_outputs(builder, level, chunks, ep_size, etp_size):
-    schedule = BUILDERS[builder](level, chunks, ep_size, etp_size)
+@given(directions, levels, chunk_lists, sizes, sizes)
+def test_buffers_lead_from_the_inputs_to_the_outputs(direction, level, chunks, ep_size, etp_size):
+    schedule = outline(direction, level, len(chunks), ep_size, etp_size).sized(chunks)
     read = {name for op in schedule.ops for name in op.reads}
     written = Counter(name for op in schedule.ops for name in op.writes)
-    source = {"dispatch": "rows", "combine": "sorted"}[builder]
-    target = "sorted" if builder == "dispatch" else _last_of_combine(ep_size, etp_size)
+    source = {"dispatch": "rows", "combine": "sorted"}[direction]
+    target = "sorted" if direction == "dispatch" else _last_of_combine(ep_size, etp_size)
     assert set(schedule.inputs) == {f"{source}.{j}" for j in range(len(chunks))}
     assert read - set(written) == set(schedule.inputs)
     assert set(written) - read == {f"{target}.{j}" for j in range(len(chunks))}
@@ -199,25 +201,25 @@ def _last_of_combine(ep_size, etp_size):
     return "summed" if etp_size > 1 else "unsorted"
 
 
-@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
     ("level", "lanes"),
     [("O2", (Lane.INTER, Lane.INTRA)), ("O3", (Lane.INTER, Lane.INTRA, Lane.COPY))],
 )
-def test_levels_differ_in_lanes(builder, level, lanes):
-    assert BUILDERS[builder](level, [ChunkBytes(1, 2)] * 3, 2, 2).lanes == lanes
+def test_levels_differ_in_lanes(direction, level, lanes):
+    assert outline(direction, level, 3, 2, 2).sized([ChunkBytes(1, 2)] * 3).lanes == lanes
 
 
-@given(builders, levels, chunk_lists)
-def test_without_any_wait_a_pipeline_is_refused(builder, level, chunks):
+@given(directions, levels, chunk_lists)
+def test_without_any_wait_a_pipeline_is_refused(direction, level, chunks):
     """Where stages sit in different lanes, it is the waits that keep them in order."""
-    schedule = BUILDERS[builder](level, chunks, 2, 2)
+    schedule = outline(direction, level, len(chunks), 2, 2).sized(chunks)
     with pytest.raises(ScheduleError, match="without waiting for"):
         validate(replace(schedule, ops=tuple(replace(op, waits_for=()) for op in schedule.ops)))
 
 
 @pytest.mark.parametrize(
-    ("builder", "level", "spans"),
+    ("direction", "level", "spans"),
     [
         # Stages of 4 (all-to-all), 2 (all-gather, reduce-scatter with its sum) and 1 (copy) seconds, two chunks.
         ("dispatch", "O2", [(0, 4), (4, 6), (6, 7), (4, 8), (8, 10), (10, 11)]),
@@ -226,8 +228,8 @@ def test_without_any_wait_a_pipeline_is_refused(builder, level, chunks):
         ("combine", "O3", [(0, 1), (1, 3), (3, 3), (3, 7), (1, 2), (3, 5), (5, 5), (7, 11)]),
     ],
 )
-def test_chunks_overlap_as_in_the_paper_s_figures(builder, level, spans):
-    schedule = BUILDERS[builder](level, [ChunkBytes(1, 2)] * 2, 2, 2)
+def test_chunks_overlap_as_in_the_paper_s_figures(direction, level, spans):
+    schedule = outline(direction, level, 2, 2, 2).sized([ChunkBytes(1, 2)] * 2)
     seconds = {Kind.ALL_TO_ALL: 4.0, Kind.ALL_GATHER: 2.0, Kind.REDUCE_SCATTER: 2.0, Kind.SUM: 0.0, Kind.COPY: 1.0}
     timeline = simulate(schedule, lambda op: seconds[op.kind])
     by_chunk = sorted(timeline.spans, key=lambda span: span.op.chunk)

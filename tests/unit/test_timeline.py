@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_moe_opt.cli.bench.recorded_step import RecordedStep
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.expert_migration import gathered
-from megatron_moe_opt.schedules.monta import ChunkBytes, combine, dispatch
+from megatron_moe_opt.schedules.monta import outline
 from megatron_moe_opt.schedules.picture import write_picture
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Part, Span, Timeline, as_they_ran, one_after_another
@@ -28,14 +28,14 @@ def _seconds(op: Op) -> float:
     return SECONDS[op.kind] * (1 + op.chunk)
 
 
-sizes = st.tuples(st.sampled_from([dispatch, combine]), st.integers(1, 4), st.integers(1, 2), st.integers(1, 2))
+sizes = st.tuples(st.sampled_from(["dispatch", "combine"]), st.integers(1, 4), st.integers(1, 2), st.integers(1, 2))
 
 
 @settings(max_examples=100)
 @given(st.lists(sizes, max_size=4), st.sampled_from(["O1", "O2", "O3"]), st.sampled_from([{}, SLOWDOWN]))
 def test_the_schedule_of_the_parts_takes_their_times(parts, level, slowdown):
     """Played as one schedule, every op starts and ends where the parts, one after another, put it."""
-    schedules = [build(level, [ChunkBytes()] * chunks, ep, etp) for build, chunks, ep, etp in parts]
+    schedules = [outline(way, level, chunks, ep, etp).schedule for way, chunks, ep, etp in parts]
     timelines = {str(index): simulate(schedule, _seconds, slowdown) for index, schedule in enumerate(schedules)}
     joined = one_after_another("all", timelines)
     validate(joined.schedule)
@@ -54,7 +54,7 @@ def test_the_schedule_of_the_parts_takes_their_times(parts, level, slowdown):
 
 def test_a_part_without_ops_takes_no_time():
     nothing = Timeline(Schedule("nothing", ()), ())
-    one = simulate(dispatch("O1", [ChunkBytes()], 2, 1), _seconds)
+    one = simulate(outline("dispatch", "O1", 1, 2, 1).schedule, _seconds)
     joined = one_after_another("all", {"first": one, "nothing": nothing, "last": one})
     assert joined.parts == (Part("first", 0.0, 5e-3), Part("nothing", 5e-3, 5e-3), Part("last", 5e-3, 10e-3))
     assert joined.schedule.ops[2].waits_for == (0, 1)  # the last op of each lane of the first part
@@ -64,7 +64,7 @@ def test_what_ran_beside_the_schedules_is_shown_where_it_ran():
     """Two schedules with a gap between them; a gather beside both, of two levels; a schedule that is shown first began
     first, whatever the order.
     """
-    first = replace(simulate(dispatch("O1", [ChunkBytes()], 2, 1), _seconds), began=7.0)
+    first = replace(simulate(outline("dispatch", "O1", 1, 2, 1).schedule, _seconds), began=7.0)
     second = replace(first, began=7.1)
     travel = gathered({0: 200, 1: 800})
     assert [(op.kind, op.size, op.waits_for) for op in travel.ops] == [
@@ -109,7 +109,7 @@ def test_hidden_time(spans, hidden, hideable):
 
 @pytest.fixture
 def joined():
-    first = simulate(dispatch("O3", [ChunkBytes(), ChunkBytes()], 2, 2), _seconds)
+    first = simulate(outline("dispatch", "O3", 2, 2, 2).schedule, _seconds)
     return one_after_another("step", {"there": first, "back again": first})
 
 

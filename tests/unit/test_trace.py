@@ -10,7 +10,7 @@ from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.predicting.simulator import simulate
-from megatron_moe_opt.schedules.monta import ChunkBytes, dispatch
+from megatron_moe_opt.schedules.monta import ChunkBytes, outline
 from megatron_moe_opt.schedules.picture import write_picture
 from megatron_moe_opt.schedules.schedule import Kind, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline
@@ -21,7 +21,7 @@ SECONDS = {Kind.ALL_TO_ALL: 4e-3, Kind.ALL_GATHER: 2e-3, Kind.COPY: 1e-3}
 
 @pytest.fixture
 def timelines():
-    schedule = dispatch("O3", [ChunkBytes(10, 40), ChunkBytes(20, 80)], 2, 4)
+    schedule = outline("dispatch", "O3", 2, 2, 4).sized([ChunkBytes(10, 40), ChunkBytes(20, 80)])
     return {
         "predicted": simulate(schedule, lambda op: SECONDS[op.kind]),
         "measured": simulate(schedule, lambda op: 2 * SECONDS[op.kind]),

@@ -302,8 +302,8 @@ class _Measured:
 
         def seconds(count: int, costs: Costs) -> float:
             chunks = even_chunks(OVERHEAD_CHUNKS * OVERHEAD_CHUNK, of_experts.etp_size, count)
-            pipelines = [build("O3", chunks, *sizes) for build in (monta.dispatch, monta.combine)]
-            return sum(simulate(pipeline, costs, slowdown).seconds for pipeline in pipelines)
+            ways = (monta.outline(direction, "O3", count, *sizes) for direction in ("dispatch", "combine"))
+            return sum(simulate(way.sized(chunks), costs, slowdown).seconds for way in ways)
 
         def longer(overhead: float) -> float:
             in_one, in_chunks = (seconds(count, Costs(curves, overhead)) for count in counts)

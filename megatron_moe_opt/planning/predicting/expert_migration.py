@@ -251,7 +251,7 @@ def timelines(
         before, after = _of_experts(layer, domains, one)
         hopping = HopBytes({level: int(layer.exchanged(domains, level)) for level in domains.hops})
         way = HopStages(domains.levels, domains.hops)
-        out, back = (build(hopping, way) for build in (schedules.hop_out, schedules.hop_back))
+        out, back = (schedules.outline(word, way).sized([hopping]) for word in ("hop out", "hop back"))
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
         cost = _seconds_of_ops(layer, domains, curves, seconds, codec, overhead)
         parts = [simulate(schedule, cost) for schedule in (*before, out, experts, back, *after) if schedule.ops]

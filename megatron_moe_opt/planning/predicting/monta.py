@@ -24,10 +24,7 @@ class Pass:
 
     def schedule(self, level: str, chunks: Sequence[ChunkBytes], ep_size: int, etp_size: int) -> Schedule:
         """Returns the schedule that runs this pass."""
-        return _BUILDERS[self.direction](level, chunks, ep_size, etp_size)
-
-
-_BUILDERS = {"dispatch": monta.dispatch, "combine": monta.combine}
+        return monta.outline(self.direction, level, len(chunks), ep_size, etp_size).sized(chunks)
 
 
 def training_passes(

@@ -81,7 +81,7 @@ def s2_timelines(layer: LayerWorkload, tokens: int, cluster: Cluster, uneven: fl
     rows = ceil(-(-layer.routed_rows(tokens) // layer.tp) * uneven)
     for one in training_passes(rows, layer.outbound_bytes, layer.packed_row_bytes, layer.homebound_bytes):
         if one.direction == "dispatch":
-            schedule = parm.dispatch(even_chunks(one.exchanged, layer.etp, 1), layer.etp)
+            schedule = parm.outline("dispatch", 1, layer.etp).sized(even_chunks(one.exchanged, layer.etp, 1))
             timelines.append(cluster.simulate(schedule, costs))
             continue
         arrived = one.exchanged * layer.etp
