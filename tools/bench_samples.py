@@ -149,14 +149,13 @@ class _Block:
 
     def __init__(self, dispatcher: str, settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> None:
         from megatron_moe_opt.integration.auto.auto_layer import current_controller
-        from megatron_moe_opt.integration.layer.moe_layer import build_block
 
         self.trace = trace
         self.batch = trace.num_samples // dist.get_world_size()
         self.tokens = settings.tokens or trace.experts.shape[3]
         self.device = device
         register(split_variant(dispatcher, settings.profile)[1])
-        self.block = build_block(_config(dispatcher, settings, trace), is_whole=settings.ffn_hidden is not None)
+        self.block = _transformer_block(_config(dispatcher, settings, trace), is_whole=settings.ffn_hidden is not None)
         self.controller = current_controller()
         """The controller that chooses the dispatchers under `auto`."""
         register()
@@ -196,6 +195,50 @@ class _Block:
         )
 
 
+def _transformer_block(config: Any, is_whole: bool) -> Any:
+    """Returns as many transformer layers of norm, MoE layer and residual as the configuration has layers.
+
+    Args:
+        is_whole: with attention before it.
+    """
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    from megatron_moe_opt.integration.layer.moe_layer import moe_spec
+
+    submodules = TransformerLayerSubmodules(
+        pre_mlp_layernorm=WrappedTorchNorm, mlp=moe_spec(config), mlp_bda=get_bias_dropout_add
+    )
+    if is_whole:
+        of_gpt = get_gpt_layer_local_spec().submodules
+        submodules = replace(
+            submodules,
+            input_layernorm=WrappedTorchNorm,
+            self_attention=of_gpt.self_attention,
+            self_attn_bda=get_bias_dropout_add,
+        )
+    layers = [ModuleSpec(module=TransformerLayer, submodules=submodules)] * config.num_layers
+    return TransformerBlock(config, TransformerBlockSubmodules(layer_specs=layers), post_layer_norm=False).cuda()
+
+
+def _samples_of(layer: Any) -> np.ndarray | None:
+    """Returns the sample, named by its home position, at each position of a transformer layer that a pass has come to.
+
+    None where all are at home: under other dispatchers too.
+    """
+    from megatron_moe_opt.integration.layer.netmoe_layer import placement_of
+
+    placement = placement_of(layer)
+    if placement is None:
+        return None
+    decided = placement.order.decided(placement)
+    return placement.order.running.at if decided is None else decided.decision.result().before
+
+
 class _Router:
     """Sends the tokens of the samples that are here to the experts of the trace."""
 
@@ -203,11 +246,9 @@ class _Router:
         self.block, self.index, self.layer = block, index, layer
 
     def __call__(self, hidden: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        from megatron_moe_opt.integration.layer.netmoe_layer import samples_of
-
         block, trace = self.block, self.block.trace
         own = slice(dist.get_rank() * block.batch, (dist.get_rank() + 1) * block.batch)
-        at = samples_of(self.layer)
+        at = _samples_of(self.layer)
         experts = trace.experts[block.index, self.index][own if at is None else at[own], : block.tokens]
         chosen = torch.from_numpy(experts.astype("int64")).transpose(0, 1).flatten(0, 1).to(hidden.device)
         routing_map = torch.zeros(len(chosen), trace.num_experts, dtype=torch.bool, device=hidden.device)

@@ -295,7 +295,7 @@ def joined_samples(layout: dict[str, int]) -> list[float]:
         settings = LAYERS | SHARED | SEQ_AUX | {"distributed_optimizer": False}
         stock, ours = (gpt(moe_token_dispatcher_type=name, **settings) for name in ("alltoall", "netmoe"))
         ours.model.load_state_dict(stock.model.state_dict())
-        netmoe_layer._placement_of(ours.model.module.decoder.layers[0]).order.stays_home = True
+        netmoe_layer.placement_of(ours.model.module.decoder.layers[0]).order.stays_home = True
         found = []
         for trained in (stock, ours):
             block, generator = trained.model.module.decoder, torch.Generator().manual_seed(torch.distributed.get_rank())

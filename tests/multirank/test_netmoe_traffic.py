@@ -249,7 +249,7 @@ def kept_at_home() -> tuple[list[bool], float]:
         for trained in (stock, ours):
             by_content(trained.model, None)
         block, batch = ours.model.module.decoder, ours.batch(0)
-        placement = netmoe_layer._placement_of(block.layers[0])
+        placement = netmoe_layer.placement_of(block.layers[0])
         placement.order.stays_home, moved = True, []
         mask = torch.ones(4, 1, 32, 32).triu(1).bool()
         for unlike in (False, True):

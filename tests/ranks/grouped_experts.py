@@ -70,7 +70,7 @@ class _Fused(torch.autograd.Function):
 
 def use_grouped_experts(patch: pytest.MonkeyPatch) -> None:
     """Has layers that are built have a TEGroupedMLP as their experts."""
-    stock = moe_layer._moe_spec
+    stock = moe_layer.moe_spec
 
     def with_grouped_experts(config: Any) -> Any:
         spec = stock(config)
@@ -80,4 +80,4 @@ def use_grouped_experts(patch: pytest.MonkeyPatch) -> None:
         )
         return spec
 
-    patch.setattr(moe_layer, "_moe_spec", with_grouped_experts)
+    patch.setattr(moe_layer, "moe_spec", with_grouped_experts)

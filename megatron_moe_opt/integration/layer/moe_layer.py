@@ -1,22 +1,16 @@
-"""A single Megatron-Core MoE layer, or a block of them, for benchmarks and tests."""
+"""A single Megatron-Core MoE layer, for benchmarks and tests."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
 def build_layer(config: TransformerConfig, groups: Any = None) -> MoELayer:
@@ -26,7 +20,7 @@ def build_layer(config: TransformerConfig, groups: Any = None) -> MoELayer:
     Args:
         groups: a ProcessGroupCollection in the place of the groups that Megatron has made.
     """
-    spec = _moe_spec(config)
+    spec = moe_spec(config)
     # A ModuleSpec up to Megatron-Core 0.17, a partial of the class from 0.18 on.
     of_groups = {} if groups is None else {"pg_collection": groups}
     is_partial = isinstance(spec, functools.partial)
@@ -35,28 +29,8 @@ def build_layer(config: TransformerConfig, groups: Any = None) -> MoELayer:
     return layer.cuda()  # Megatron makes the router, and the gate of shared experts, on the host
 
 
-def build_block(config: TransformerConfig, is_whole: bool = False) -> TransformerBlock:
-    """Returns as many transformer layers of norm, MoE layer and residual as the configuration has layers.
-
-    Args:
-        is_whole: with attention before it.
-    """
-    submodules = TransformerLayerSubmodules(
-        pre_mlp_layernorm=WrappedTorchNorm, mlp=_moe_spec(config), mlp_bda=get_bias_dropout_add
-    )
-    if is_whole:
-        of_gpt = get_gpt_layer_local_spec().submodules
-        submodules = replace(
-            submodules,
-            input_layernorm=WrappedTorchNorm,
-            self_attention=of_gpt.self_attention,
-            self_attn_bda=get_bias_dropout_add,
-        )
-    layers = [ModuleSpec(module=TransformerLayer, submodules=submodules)] * config.num_layers
-    return TransformerBlock(config, TransformerBlockSubmodules(layer_specs=layers), post_layer_norm=False).cuda()
-
-
-def _moe_spec(config: TransformerConfig) -> Any:
+def moe_spec(config: TransformerConfig) -> Any:
+    """Returns what Megatron's own specification says of an MoE layer."""
     return get_moe_module_spec(
         use_te=config.moe_grouped_gemm,  # grouped experts are Transformer Engine's
         num_experts=config.num_moe_experts,

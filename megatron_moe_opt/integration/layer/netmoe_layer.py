@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -91,22 +90,10 @@ def _dispatcher_of(layer: Any) -> NetmoeDispatcher | None:
     return dispatcher if isinstance(dispatcher, NetmoeDispatcher) else None
 
 
-def _placement_of(layer: Any) -> LayerPlacement | None:
+def placement_of(layer: Any) -> LayerPlacement | None:
     """Returns what places the samples of a transformer layer; None: they do not move under its present dispatcher."""
     dispatcher = _dispatcher_of(layer)
     return None if dispatcher is None else dispatcher.placement
-
-
-def samples_of(layer: Any) -> np.ndarray | None:
-    """Returns the sample, named by its home position, at each position of a transformer layer that a pass has come to.
-
-    None where all are at home: under other dispatchers too.
-    """
-    placement = _placement_of(layer)
-    if placement is None:
-        return None
-    decided = placement.order.decided(placement)
-    return placement.order.running.at if decided is None else decided.decision.result().before
 
 
 _blocks: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -139,7 +126,7 @@ def _link(block: Any, stays_home: bool = False) -> None:
     layers = [layer for layer in block.layers if _dispatcher_of(layer) is not None]
     if len(layers) < 2:
         return  # the only layer would have to bring home what it moves
-    if _placement_of(layers[0]) is not None:
+    if placement_of(layers[0]) is not None:
         return  # a turn of the same dispatchers again
     if not stays_home and (why := adds_up_otherwise(block)) is not None:
         raise ConfigurationError(
@@ -252,7 +239,7 @@ def _let_samples_move(layer: Any) -> None:
 
         given = _named(names, args, kwargs)
         # Text generation cuts what it gives to a MoE layer (--mlp-chunks-for-prefill), and all its samples are at home.
-        if given.get("inference_context") is not None or _placement_of(layer) is None:
+        if given.get("inference_context") is not None or placement_of(layer) is None:
             return forward_mlp(hidden_states, *args, **kwargs)
         packed = given.get("packed_seq_params")
         if not recomputes:
@@ -321,7 +308,7 @@ class _Begin:
 
     def __call__(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Checks what is passed, and begins with all samples at home."""
-        placement = next((one for layer in block.layers if (one := _placement_of(layer)) is not None), None)
+        placement = next((one for layer in block.layers if (one := placement_of(layer)) is not None), None)
         if placement is None:
             return  # another dispatcher's turn
         order = placement.order
