@@ -1,10 +1,9 @@
-"""Which expert domains a layer has: as the user says, or by a profile."""
+"""Chooses the expert domains of a layer by a profile, and says domains in words."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,34 +20,6 @@ from megatron_moe_opt.topology.expert_groups import ExpertGroups
 _GUESS = "; the profile has not measured the codec, which is counted as copies: measure again with moe-opt profile"
 
 
-class Choosing(Protocol):
-    """Says what a layer's domains are. All ranks of an expert-parallel group must be told alike."""
-
-    fixed: ExpertDomains | None
-    """The domains, where they need not be chosen."""
-
-    def choose(self, tokens: int, device: torch.device) -> ExpertDomains:
-        """Returns the domains for all passes of a layer; called once, at the first pass, where they are not fixed."""
-
-    def describe(self) -> str:
-        """Returns the domains in words, for the line that says at start what runs."""
-
-
-class FixedDomains:
-    """Chooses the domain sizes that the user asked for."""
-
-    def __init__(self, domains: ExpertDomains) -> None:
-        self.fixed = domains
-
-    def choose(self, tokens: int, device: torch.device) -> ExpertDomains:
-        """Returns the fixed domains, whatever the number of tokens."""
-        return self.fixed
-
-    def describe(self) -> str:
-        """Returns what runs, in words, for the line that is logged at start."""
-        return describe_domains(self.fixed)
-
-
 def describe_domains(domains: ExpertDomains) -> str:
     """Returns the ranks and domain sizes of every level in words, for the log."""
     return f"{_times(domains.workers)} ranks in expert domains of {_times(domains.sizes)}"
@@ -60,8 +31,6 @@ def _times(numbers: tuple[int, ...]) -> str:
 
 class MeasuredDomains:
     """Chooses the domains that are fastest according to a profile, for as many tokens as the first pass has."""
-
-    fixed = None
 
     def __init__(self, profile: Path, groups: ExpertGroups, workload: LayerWorkload) -> None:
         """Reads the profile on one rank for all. A collective call over the groups.

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_moe_opt.dispatchers.dispatcher import Dispatcher
-from megatron_moe_opt.dispatchers.expert_domains import Choosing
+from megatron_moe_opt.dispatchers.expert_domains import MeasuredDomains, describe_domains
 from megatron_moe_opt.dispatchers.hopping_tokens import HoppingTokens
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.hops.token_hops import TokenHops
@@ -33,16 +33,22 @@ class ExpertMigrationDispatcher(Dispatcher):
     """Moves the tokens of one MoE layer to the ranks that hold their experts, and back."""
 
     def __init__(
-        self, groups: ExpertGroups, choosing: Choosing, num_experts: int, topk: int, wire: Wire = SAME
+        self,
+        groups: ExpertGroups,
+        domains: ExpertDomains | MeasuredDomains,
+        num_experts: int,
+        topk: int,
+        wire: Wire = SAME,
     ) -> None:
         """
         Args:
+            domains: of the layer, or what chooses them at the first pass.
             wire: how tokens travel.
         """
-        self.groups, self.choosing, self.wire = groups, choosing, wire
+        self.groups, self.domains, self.wire = groups, domains, wire
         self.num_experts, self.topk = num_experts, topk
         self.hops: TokenHops | None = None
-        """Where tokens hop; None until the domains are chosen: at the first pass, where they are not fixed."""
+        """Where tokens hop; None until the domains are chosen: at the first pass, where they are measured."""
         self._migrate: Migrate | None = None
         """Has the layer's experts travel, once the domains are chosen; set by take_experts."""
         self.migrated: MigratedExperts | None = None
@@ -51,8 +57,8 @@ class ExpertMigrationDispatcher(Dispatcher):
     def take_experts(self, migrate: Migrate) -> None:
         """Puts the experts of the layer in reach. A collective call over its groups."""
         self._migrate = migrate
-        if self.choosing.fixed is not None:
-            self._settle(self.choosing.fixed)
+        if isinstance(self.domains, ExpertDomains):
+            self._settle(self.domains)
 
     def _settle(self, domains: ExpertDomains) -> None:
         groups = domain_groups(self.groups.ep, domains, self)
@@ -62,7 +68,9 @@ class ExpertMigrationDispatcher(Dispatcher):
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
-        what = f"{self.choosing.describe()}, a token once over every link"
+        domains = self.domains
+        named = describe_domains(domains) if isinstance(domains, ExpertDomains) else domains.describe()
+        what = f"{named}, a token once over every link"
         return what if self.migrated is None else f"{what}; {self.migrated.describe()}"
 
     def permute(
@@ -76,7 +84,7 @@ class ExpertMigrationDispatcher(Dispatcher):
     ) -> tuple[torch.Tensor, HoppingTokens]:
         """Puts each token's facts behind it, and lets all ranks know how many copies there will be."""
         if self.hops is None:
-            self._settle(self.choosing.choose(tokens_TH.size(0), tokens_TH.device))
+            self._settle(self.domains.choose(tokens_TH.size(0), tokens_TH.device))
         rows = self.hops.rows(tokens_TH, probs, routing_map_TE, is_padded=capacity is not None)
         hopping = HoppingTokens.tell(self.hops, rows, routing_map_TE, self.migrated)
         return self.hops.pack(tokens_TH, probs, rows), hopping

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from megatron_moe_opt.dispatchers.expert_domains import Choosing, FixedDomains, MeasuredDomains
+from megatron_moe_opt.dispatchers.expert_domains import MeasuredDomains
 from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatcher, Migrate
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
@@ -43,6 +43,7 @@ from megatron_moe_opt.runtime.travelling_experts.step_passes import TrainedModel
 from megatron_moe_opt.systems.expert_migration import domains_of
 from megatron_moe_opt.systems.system import PREFIX
 from megatron_moe_opt.topology.domain_groups import DomainGroups, experts_cross_nodes, levels_of
+from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -60,10 +61,10 @@ def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> Expe
             compression=options.compression_ratio or 1.0,
             gradient_compression=options.gradient_compression_ratio or 1.0,
         )
-        choosing: Choosing = MeasuredDomains(options.profile, groups, workload)
+        domains: ExpertDomains | MeasuredDomains = MeasuredDomains(options.profile, groups, workload)
     else:
-        choosing = FixedDomains(domains_of(options, workers))
-    return ExpertMigrationDispatcher(groups, choosing, config.num_moe_experts, config.moe_router_topk, options.wire)
+        domains = domains_of(options, workers)
+    return ExpertMigrationDispatcher(groups, domains, config.num_moe_experts, config.moe_router_topk, options.wire)
 
 
 def migrate_experts(layer: Any, options: Options) -> None:
