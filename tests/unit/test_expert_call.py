@@ -39,9 +39,9 @@ def experts() -> tuple[Experts, torch.nn.ParameterList]:
 
 def come_back(call: ExpertCall) -> None:
     """Brings back T_M, which was offloaded."""
-    call.free_middle()
-    call.make_room_for_middle()
-    call.fetch_middle()
+    call.middle.free()
+    call.middle.make_room()
+    call.middle.fetch()
 
 
 @pytest.mark.parametrize(("number", "taken"), [(600, 1024), (1024, 1024)])
@@ -91,12 +91,12 @@ def test_gradients_are_autograds(middle, hands_over, counts):
         )
         come_back(call)
     if hands_over:
-        handed_over = call.hand_over_middle()
+        handed_over = call.middle.hand_over()
         assert sum(tensor.nbytes for tensor in handed_over) == ROWS * 4 * 5 * MIDDLE
         copies, freed = [tensor.clone() for tensor in handed_over], [weakref.ref(tensor) for tensor in handed_over]
         del handed_over
         assert all(tensor() is None for tensor in freed)
-        call.take_back_middle(iter(copies))
+        call.middle.take_back(iter(copies))
     if middle is not Restore.KEEP:
         buffer.fill_(float("nan"))
     again = buffer if middle is Restore.KEEP else torch.cat((torch.zeros(2, HIDDEN), tokens))[2:]  # elsewhere

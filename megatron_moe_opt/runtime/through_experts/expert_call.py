@@ -99,12 +99,12 @@ class ExpertCall:
             probs: [R]; kept until backward: they are as small as routing data.
             middle: how T_M is restored.
             kept: addresses of storages that do not count as T_M: those of parameters and constants.
-            hands_over: a T_M that is kept is the caller's between `hand_over_middle` and `take_back_middle`.
+            hands_over: a T_M that is kept is the caller's between `middle.hand_over` and `middle.take_back`.
             halfway: called when half of the products have run, in each pass.
         """
         self._hands_over, self._halfway = hands_over, halfway
-        self._experts, self._tokens_per_expert, self._probs, self._middle = experts, tokens_per_expert, probs, middle
-        self._saved = SavedMiddle(kept | {probs.untyped_storage().data_ptr()}, experts.borrowed)
+        self._experts, self._tokens_per_expert, self._probs, self._restore = experts, tokens_per_expert, probs, middle
+        self.middle = SavedMiddle(kept | {probs.untyped_storage().data_ptr()}, experts.borrowed)
         self._gradients: Gradients | None = Gradients()
         self._anchor: torch.Tensor | None = None
         self._exit: torch.Tensor | None = None
@@ -117,7 +117,7 @@ class ExpertCall:
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the outputs [R, H] of tokens [R, H], without a graph to the outside."""
-        if self._middle is Restore.KEEP and not self._hands_over:
+        if self._restore is Restore.KEEP and not self._hands_over:
             return self._record(tokens, self._without_borrowed())
         self._autocast = _present_autocast(tokens.device.type)
         given = _versions(tokens, self._probs)
@@ -126,16 +126,16 @@ class ExpertCall:
         return output
 
     def _forward_to_be_restored(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self._middle is Restore.RECOMPUTE:
+        if self._restore is Restore.RECOMPUTE:
             states = self._experts.random_states()
             with torch.no_grad(), self._telling_halfway():
                 output = self._experts.run(tokens, self._tokens_per_expert, self._probs, self._experts.borrow())
             self._drawn_from = states if states.moved() else None
             return output
-        offloaded = self._experts.products if self._middle is Restore.OFFLOAD else ()
-        with self._saved.reading(tokens), self._saved.noting_activations(offloaded):
-            output = self._record(tokens, self._saved.hooks())
-        self._saved.forget_activations()
+        offloaded = self._experts.products if self._restore is Restore.OFFLOAD else ()
+        with self.middle.reading(tokens), self.middle.noting_activations(offloaded):
+            output = self._record(tokens, self.middle.hooks())
+        self.middle.forget_activations()
         return output
 
     def recompute(self, tokens: torch.Tensor) -> None:
@@ -161,8 +161,8 @@ class ExpertCall:
         self._check_repeats()
         experts, probs = self._experts, self._probs.detach().requires_grad_()
         states = experts.random_states()
-        with self._saved.reading(tokens), self._autocast():
-            self._saved.activate(
+        with self.middle.reading(tokens), self._autocast():
+            self.middle.activate(
                 lambda: experts.run(tokens, self._tokens_per_expert, probs, experts.borrow()), experts.products
             )
         if states.moved():
@@ -193,12 +193,12 @@ class ExpertCall:
         if self._experts.borrowed is not None:
             self._experts.borrow()  # now, on all ranks alike: those that begin with their own experts would ask later
         inputs = (self._anchor, *self._experts.parameters)
-        with self._saved.reading(tokens), _taking(self._experts.parameters, take) as taken:
+        with self.middle.reading(tokens), _taking(self._experts.parameters, take) as taken:
             found = torch.autograd.grad(self._exit, inputs, torch.zeros_like(self._exit), allow_unused=True)[1:]
         self._exit = self._anchor = None
         # PyTorch 2.6 passes over hooks of parameters that a function has saved through hooks.
         for number, (parameter, gradient) in enumerate(zip(self._experts.parameters, found, strict=True)):
-            is_used = gradient is not None or parameter.data_ptr() in self._saved.used
+            is_used = gradient is not None or parameter.data_ptr() in self.middle.used
             if is_used and number not in taken:
                 take(number, gradient)
         of_tokens, of_probs, *of_borrowed = gradients.sources
@@ -210,30 +210,10 @@ class ExpertCall:
             torch.zeros_like(self._probs) if of_probs is None else of_probs,
         )
 
-    def hand_over_middle(self) -> list[torch.Tensor]:
-        """Returns T_M, which this call then holds no longer: as many tensors whenever experts do the same."""
-        return self._saved.hand_over()
-
-    def take_back_middle(self, middle: Iterator[torch.Tensor]) -> None:
-        """Takes from `middle` the tensors that were handed over, or others of the same content."""
-        self._saved.take_back(middle)
-
     def offload_middle(self) -> None:
         """Begins to copy T_M to the host but for its activations, and notes how many bytes of both a row has."""
-        of_row = (num_bytes // max(1, self._probs.numel()) for num_bytes in self._saved.offload())
+        of_row = (num_bytes // max(1, self._probs.numel()) for num_bytes in self.middle.offload())
         self._experts.shown.middle_row_bytes, self._experts.shown.activation_row_bytes = of_row
-
-    def free_middle(self) -> None:
-        """Frees T_M on the device; for a caller who computes and has waited for its copy."""
-        self._saved.free()
-
-    def make_room_for_middle(self) -> None:
-        """Takes memory for T_M; for a caller who computes while others fill it."""
-        self._saved.make_room()
-
-    def fetch_middle(self) -> None:
-        """Copies what was offloaded of T_M back to the device, where there is room for it."""
-        self._saved.fetch()
 
     def _record(self, tokens: torch.Tensor, hooks: AbstractContextManager[Any]) -> torch.Tensor:
         self._anchor = torch.empty(0, device=tokens.device, requires_grad=True)

@@ -153,7 +153,7 @@ class _Pass:
         def compute(j: int, tokens: torch.Tensor) -> None:
             self._free_sent(outputs, j)
             if j >= how.middle_buffers:
-                self.calls[j - how.middle_buffers].free_middle()
+                self.calls[j - how.middle_buffers].middle.free()
             # Rows are copied as bytes: they are sent as they came, whatever dtype a module of somebody's returns.
             outputs[j] = _of_its_own(self.calls[j].forward(tokens).to(tokens.dtype).contiguous(), tokens), None
 
@@ -173,7 +173,7 @@ class _Pass:
 
         self._run(moving, bind, packed.device)
         for call in self.calls[-how.middle_buffers :]:
-            call.free_middle()
+            call.middle.free()
         if how.inputs is Restore.KEEP:
             inputs = {f"tokens.{j}": buffers.rows(f"tokens.{j}", j) for j in range(len(self.exchanges))}
             # Autograd holds those of which experts have saved a part; experts in FP8, or frozen ones, save none.
@@ -203,7 +203,7 @@ class _Pass:
         buffers = PartitionBuffers(self.exchanges, self.layouts, given, moving.schedule.chunks_of)
         beside = STRATEGIES[self.strategy].middle_buffers
         for call in self.calls[:beside]:
-            call.make_room_for_middle()
+            call.middle.make_room()
         grads: dict[int, _Computed] = {}
         may_fuse = self.experts.fuses and self.experts.borrowed is None
         of_parameters = [_Sum(parameter, len(self.exchanges), may_fuse) for parameter in self.experts.trained]
@@ -217,7 +217,7 @@ class _Pass:
             grads[j] = _of_its_own(grad_tokens.contiguous(), grad_output), grad_probs.contiguous()
             # Now, in memory that is free by now: what the next partition frees is in use while the copy runs.
             for call in self.calls[j + beside : j + beside + 1]:
-                call.make_room_for_middle()
+                call.middle.make_room()
 
         def bind(op: Op) -> Steps:
             j, target = op.chunk, base_name(op.writes[0])
@@ -238,7 +238,7 @@ class _Pass:
                 tokens = buffers.rows(op.writes[0], j)
                 return steps.call(lambda: self.host_tokens.pop(j).to_device(tokens))
             if op.kind is Kind.PREFETCH:
-                return steps.call(self.calls[j].fetch_middle)
+                return steps.call(self.calls[j].middle.fetch)
             return self._move(op, buffers, None, lambda: grads[j])
 
         self._run(moving, bind, grad_combined.device)
@@ -253,7 +253,7 @@ class _Pass:
             return []
         kept, rows = self.kept, self.rows
         self.kept, self.rows = dict.fromkeys(kept), None
-        middle = [tensor for call in self._keeping for tensor in call.hand_over_middle()]
+        middle = [tensor for call in self._keeping for tensor in call.middle.hand_over()]
         return [*kept.values(), *([] if rows is None else [rows]), *middle]
 
     def take_back(self, saved: Iterator[torch.Tensor]) -> None:
@@ -264,7 +264,7 @@ class _Pass:
         if STRATEGIES[self.strategy].inputs is Restore.COMMUNICATE:
             self.rows = next(saved)
         for call in self._keeping:
-            call.take_back_middle(saved)
+            call.middle.take_back(saved)
 
     @property
     def _keeping(self) -> list[ExpertCall]:

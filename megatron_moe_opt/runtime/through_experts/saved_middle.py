@@ -154,13 +154,13 @@ class SavedMiddle:
         return num_bytes[0], num_bytes[1]
 
     def free(self) -> None:
-        """Frees on the device what is on the host."""
+        """Frees on the device what is on the host; for a caller who computes and has waited for its copy."""
         for block in self._blocks.values():
             if block.host is not None:
                 block.device = None
 
     def make_room(self) -> None:
-        """Takes memory on the device for what is on the host."""
+        """Takes memory on the device for what is on the host; for a caller who computes while others fill it."""
         for block in self._blocks.values():
             if block.host is not None:
                 block.device = block.host.room()
