@@ -118,13 +118,6 @@ def one_of(*choices: str) -> Values:
     return Values(take, str, f"not one of {', '.join(choices)}", choices=choices)
 
 
-def byte_count(text: str) -> int:
-    """Returns the number of bytes that `512MiB`, `1.5GiB` or a plain number stand for. Raises
-    argparse.ArgumentTypeError for anything else, and for 0.
-    """
-    return BYTES.parse(text)
-
-
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 

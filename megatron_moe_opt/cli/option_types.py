@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.option_values import LIST, MOST, byte_count
+from megatron_moe_opt.option_values import BYTES, LIST, MOST
 
 
 class DType(str, Enum):
@@ -51,7 +51,7 @@ def whole_numbers(option: str, text: str) -> list[int]:
 def byte_budget(text: str) -> int:
     """Parses options that are bytes, written as those of training are: `512MiB`."""
     try:
-        return byte_count(text)
+        return BYTES.parse(text)
     except ArgumentTypeError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -362,7 +362,8 @@ def _domain_choices(layer: LayerOnCluster) -> Iterator[tuple[DomainChoice, dict[
         passes = expert_migration.timelines(
             migration, domains, curves, of_passes, layer.seconds_of_codec, layer.costs.overhead
         )
-        copies = Timeline.in_turn("experts copied", [(Op(Kind.COPY, Lane.COMPUTE), layer.seconds_of_copies(holds))])
+        copied = layer.seconds_to_copy(layer.bytes_of_copies(holds))
+        copies = Timeline.in_turn("experts copied", [(Op(Kind.COPY, Lane.COMPUTE), copied)])
         experts = sum(of_passes)
         terms = {
             "tokens and experts on their way": sum(timeline.seconds for timeline in passes) - experts + edge.seconds,

@@ -146,6 +146,7 @@ def train(
             megatron_moe_opt.register(Options())
     if controller is None:
         return {"losses": losses}
+    refused = controller.trying.refused if controller.trying else ()
     return {
         "losses": losses,
         "settled": controller.settled,
@@ -154,7 +155,7 @@ def train(
         "steps": controller.trials.steps if controller.trials else 0,
         "runs": controller.current,
         "layers": len(controller.layers),
-        "netmoe": next((one.reason for one in controller.refused if one.variant == "netmoe"), None),
+        "netmoe": next((one.reason for one in refused if one.variant == "netmoe"), None),
         "moved": sum(moved),
         "said": said,
         "built": [list(layer._built) for layer in controller.layers],

@@ -138,7 +138,7 @@ def in_sequence(model: str, count: int = PARTS) -> tuple[float, float]:
     """Returns the seconds of communication and of computation on Valor, of so many partitions one
     after another (Fig. 16).
     """
-    costs = _on("Valor", 16, model, 8 * K).expert_costs
+    costs = _on("Valor", 16, model, 8 * K).costs_with(holds=1)
     timelines = pipeline("Valor", 16, model, 8 * K, count, NONE).timelines
     ops = [op for timeline in timelines for op in timeline.schedule.ops]
     return tuple(sum(costs(op) for op in ops if op.kind in kinds) for kinds in (COLLECTIVES, OF_EXPERTS))

@@ -41,7 +41,7 @@ def predict_layer(
     ):
         if is_asked:
             return Predicted(missing=dict.fromkeys(settings.dispatchers, reason))
-    workers = _levels(settings, ep, nodes)
+    workers = levels_if_even(Layout(len(nodes), tp=settings.tp, ep=ep, expert_tp=settings.expert_tp), nodes)
     workload = workload_of(settings, ep, balance, workers)
     seconds: dict[str, float] = {}
     missing: dict[str, str] = {}
@@ -90,8 +90,3 @@ def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, worke
         rank_rows=() if capacity is not None else balance.of_rank,
         workers=workers,
     )
-
-
-def _levels(settings: LayerSettings, ep: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the network levels of the first expert-parallel group; none where its nodes are uneven."""
-    return levels_if_even(Layout(len(nodes), tp=settings.tp, ep=ep, expert_tp=settings.expert_tp), nodes)

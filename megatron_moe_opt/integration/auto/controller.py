@@ -77,7 +77,7 @@ from megatron_moe_opt.planning.choosing.trials import Trials
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.row_format import SAME
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.systems import moves_samples, system_of
@@ -264,11 +264,6 @@ class Controller:
     def predicted(self) -> tuple[Prediction, ...]:
         """Returns the predictions of what is tried, or was tried last."""
         return () if self.trying is None else self.trying.predicted
-
-    @property
-    def refused(self) -> tuple[Refusal, ...]:
-        """Returns the refusals of what could have been tried besides."""
-        return () if self.trying is None else self.trying.refused
 
     def _begin_trials(self, number: int) -> None:
         """Tries what is planned for the layers of a shape, and was chosen before; the others run what they do."""

@@ -60,7 +60,7 @@ class LayerOnCluster:
         """
         self.workload, self.cluster, self.below, self.has_room = workload, cluster, below, has_room
         self._costs: dict[int, Costs] = {}
-        self.costs = cluster.costs() if cluster.expert_gemm is None else self.expert_costs
+        self.costs = cluster.costs() if cluster.expert_gemm is None else self.costs_with(holds=1)
         self.links = LinkBytes(cluster, stationary(workload.workers) if workload.workers else None)
         self.skew = Skew(workload.imbalance, workload.rank_rows, cluster)
         self.exchanged = workload.rows_of(self.skew.exchanged)
@@ -70,13 +70,10 @@ class LayerOnCluster:
         self._best_rates: dict[Lane, tuple[float, float]] = {}
         self.activation_bytes = activation_bytes(workload, workload.rows, 1, NONE)
 
-    @property
-    def expert_costs(self) -> Costs:
-        """Returns the costs of all ops, the experts' too. Raises ConfigurationError where no expert was measured."""
-        return self.costs_with(1)
-
     def costs_with(self, holds: int) -> Costs:
-        """Returns the same where a rank's rows are spread over the experts of `holds` ranks."""
+        """Returns the costs of all ops, the experts' too, where a rank's rows are spread over the experts of `holds`
+        ranks: 1 where no expert travels. Raises ConfigurationError where no expert was measured.
+        """
         if holds not in self._costs:
             self._costs[holds] = costs_with_experts(self.workload, self.cluster, holds)
         return self._costs[holds]
@@ -108,12 +105,6 @@ class LayerOnCluster:
         points, rows = self.cluster.local_work.get(whose), self.computed if rows is None else rows
         seconds = CostCurve(points).seconds(rows * self.workload.row_bytes) if points else 0.0
         return Timeline.in_turn("rows on the rank", [(Op(Kind.PERMUTE, Lane.COMPUTE), seconds)])
-
-    def seconds_of_copies(self, holds: int) -> float:
-        """Returns the seconds that experts which travel are copied for in memory: into the message, their gradients
-        into one, and the sum to the parameters'.
-        """
-        return self.seconds_to_copy(self.bytes_of_copies(holds))
 
     def best_rates(self, lane: Lane) -> tuple[float, float]:
         """Returns the highest rate of an op in this lane while another op computes, and that of the other op.
@@ -151,7 +142,9 @@ class LayerOnCluster:
         return int(others * self.workload.held_bytes_of_others(crosses) + (as_sent if others else 0))
 
     def bytes_of_copies(self, holds: int) -> int:
-        """Returns the bytes that `seconds_of_copies` copies."""
+        """Returns the bytes that are copied in memory of experts which travel: into the message, their gradients into
+        one, and the sum to the parameters'.
+        """
         return (holds + 2) * self.workload.expert_bytes if holds > 1 else 0
 
     @cached_property

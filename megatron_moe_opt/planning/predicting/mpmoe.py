@@ -183,7 +183,7 @@ def costs_of(layer: LayerOnCluster, way: str, domains: ExpertDomains | None = No
         domains: of experts that travel, where tokens hop; None: none does.
     """
     if way != HOPS:
-        return layer.expert_costs
+        return layer.costs_with(holds=1)
     holds = 1 if domains is None else prod(domains.sizes)
     return HopSeconds(layer, layer.costs_with(holds), domains)
 
