@@ -190,9 +190,12 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
         crosses = op.kind is Kind.ALL_TO_ALL and layer.links.sent(op)[0] > 0
         return replace(op, size=round(op.size * (1 - saving))) if crosses else op
 
-    def inside(schedules: list[Schedule]) -> float:
-        ops = (*alone, *(op for schedule in schedules for op in schedule.ops))
-        return sum(layer.links.sent(op)[1] for op in ops if op.kind in COLLECTIVES)
+    def moved(variant: str, at_home: list[Schedule], **how: Any) -> Prediction:
+        """Returns the prediction of schedules that are smaller between nodes than these, of samples at home."""
+        schedules = [replace(schedule, ops=tuple(map(placed, schedule.ops))) for schedule in at_home]
+        ops = (*alone, *(op for schedule in at_home for op in schedule.ops))
+        inside = sum(layer.links.sent(op)[1] for op in ops if op.kind in COLLECTIVES)
+        return replace(layer.prediction(variant, schedules, alone, **how), intra_bytes=inside)
 
     alone = _residuals(layer)
     out, back, *backward = layer.passes
@@ -203,9 +206,7 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
             exchanged.schedule(level, even_chunks(exchanged.exchanged, one.etp, count), one.ep, one.etp)
             for exchanged in (out, back, *backward)
         ]
-        schedules = [replace(schedule, ops=tuple(map(placed, schedule.ops))) for schedule in at_home]
-        variant = f"{NAME}:{setting}" if (setting := _setting(level, count)) else NAME
-        yield replace(layer.prediction(variant, schedules, alone, parts=count), intra_bytes=inside(at_home))
+        yield moved(f"{NAME}:{setting}" if (setting := _setting(level, count)) else NAME, at_home, parts=count)
     refusal = no_hops(layer)
     if one.ep == 1:
         refusal = "all experts are on every rank: no token hops"
@@ -231,10 +232,8 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
                 ("combine", row.returned),
             )
         ]
-        schedules = [replace(schedule, ops=tuple(map(placed, schedule.ops))) for schedule in at_home]
-        variant, own = f"{NAME}:{_hops(count)}", parts[0].own * count
-        predicted = layer.prediction(variant, schedules, alone, costs=costs, parts=count, local_rows=own)
-        yield replace(predicted, intra_bytes=inside(at_home))
+        own = parts[0].own * count
+        yield moved(f"{NAME}:{_hops(count)}", at_home, costs=costs, parts=count, local_rows=own)
 
 
 def _residuals(layer: LayerOnCluster) -> list[Op]:
