@@ -41,6 +41,20 @@ several at a time. Assumed.
 Efficiencies = tuple[tuple[int, float], ...]
 """How well ops use a link: (bytes as Op.size counts them, part of the bandwidth that such ops reach)."""
 
+# MPMoE's Fig. 3 draws how much lanes slow each other down and prints no number. By its text computation is hardly
+# slowed, communication is, and more so beside copies to the host, with which it shares PCIe. MoNTA reports that
+# AllGather and copy conflict over memory, without a number. These rates are assumed to fit that.
+DISTURBED: Slowdown = {
+    (Lane.INTER, Lane.COMPUTE): 0.95,
+    (Lane.INTRA, Lane.COMPUTE): 0.95,
+    (Lane.COMPUTE, Lane.INTER): 0.95,
+    (Lane.COMPUTE, Lane.INTRA): 0.95,
+    (Lane.INTER, Lane.D2H): 0.8,
+    (Lane.INTER, Lane.H2D): 0.8,
+    (Lane.INTRA, Lane.COPY): 0.95,
+    (Lane.COPY, Lane.INTRA): 0.95,
+}
+
 
 @dataclass(frozen=True)
 class Fabric:
@@ -83,7 +97,7 @@ class KnownCluster:
     """The network between data centres; None: there is one data centre."""
     overhead: float = 10 * US
     """The seconds that an op takes besides: its launch, and the event that another stream waits for. Assumed."""
-    slowdown: Slowdown = field(default_factory=dict)
+    slowdown: Slowdown = field(default_factory=lambda: DISTURBED)
 
     def levels(self, world: int) -> list[tuple[int, Fabric]]:
         """Returns the levels as (consecutive ranks that a level's fabric joins, the fabric), the innermost first.
@@ -109,20 +123,6 @@ class KnownCluster:
         return found
 
 
-# MPMoE's Fig. 3 draws how much lanes slow each other down and prints no number. By its text computation is hardly
-# slowed, communication is, and more so beside copies to the host, with which it shares PCIe. MoNTA reports that
-# AllGather and copy conflict over memory, without a number. These rates are assumed to fit that.
-DISTURBED: Slowdown = {
-    (Lane.INTER, Lane.COMPUTE): 0.95,
-    (Lane.INTRA, Lane.COMPUTE): 0.95,
-    (Lane.COMPUTE, Lane.INTER): 0.95,
-    (Lane.COMPUTE, Lane.INTRA): 0.95,
-    (Lane.INTER, Lane.D2H): 0.8,
-    (Lane.INTER, Lane.H2D): 0.8,
-    (Lane.INTRA, Lane.COPY): 0.95,
-    (Lane.COPY, Lane.INTRA): 0.95,
-}
-
 # Data sheet: 312 TFLOPS dense, 80 GB at 2.039 TB/s (SXM), 1.935 TB/s (PCIe). That large products reach 60 % of the
 # peak in training is assumed, for all GPUs here.
 A800 = GpuSpeed(312 * TFLOPS, 0.6)
@@ -144,7 +144,6 @@ A800_IB200 = KnownCluster(
     between=Fabric(
         25 * GB, ((8 * MB, 0.427), (32 * MB, 0.633), (256 * MB, 0.741), (1024 * MB, 0.741)), further=FURTHER_PEER
     ),
-    slowdown=DISTURBED,
 )
 
 # nccl-tests 212: of 450 GB/s NCCL reaches 370 (326: 360), the rest is NVLink's protocol.
@@ -164,7 +163,6 @@ H100_IB400 = KnownCluster(
     capability=9,
     inside=_HOPPER_NVLINK,
     between=_NDR400,
-    slowdown=DISTURBED,
 )
 
 H200_IB400 = KnownCluster(
@@ -178,7 +176,6 @@ H200_IB400 = KnownCluster(
     capability=9,
     inside=_HOPPER_NVLINK,
     between=_NDR400,
-    slowdown=DISTURBED,
 )
 
 B200_NVL72 = KnownCluster(
@@ -195,7 +192,6 @@ B200_NVL72 = KnownCluster(
     # Data sheet: 130 TB/s both ways of 72 GPUs, 900 GB/s one way of one. DeepEP: 643 to 740 GB/s with EP 8.
     inside=Fabric(900 * GB, ((1, 0.75),), first=(8.4 + 3.4) * US, further=FURTHER_PEER / 2),
     between=_NDR400,
-    slowdown=DISTURBED,
 )
 
 PCIE = KnownCluster(
@@ -211,7 +207,6 @@ PCIE = KnownCluster(
     inside=Fabric(32 * GB, ((1, 0.78),), first=(8.4 + 5.7) * US, further=FURTHER_PEER),
     # Parm, testbed B: a ConnectX-5 with 100 Gb/s in each node. 90 % of it is assumed to be reached.
     between=Fabric(100 * GBIT, ((1, 0.9),), first=(8.4 + 9.6) * US, further=FURTHER_PEER, shared=True),
-    slowdown=DISTURBED,
 )
 
 TWO_DATA_CENTRES = KnownCluster(
@@ -230,7 +225,6 @@ TWO_DATA_CENTRES = KnownCluster(
     data_centres=2,
     # TCP over a metropolitan line; its latency is assumed.
     far=Fabric(10 * GBIT, ((1, 0.9),), first=500 * US, further=50 * US, shared=True),
-    slowdown=DISTURBED,
 )
 
 # The clusters that the papers measured on, as far as they describe them. MoNTA's is A800_IB200, HybridEP's Cluster-M
@@ -265,7 +259,6 @@ PARM_A = KnownCluster(
     # Table II: PCIe 4.0 x16, 32 GB/s. Section VI-B: alpha 6.64e-4 s, beta 5.38e-10 s an element.
     inside=Fabric(32 * GB, ((1, _gathering(5.38e-10, 32 * GB)),), first=664 * US),
     between=_ETHERNET,  # the testbed has one node: more are taken to be joined as testbed B's
-    slowdown=DISTURBED,
 )
 
 PARM_B = KnownCluster(
@@ -280,7 +273,6 @@ PARM_B = KnownCluster(
     # Table II: PCIe 3.0 x16, 16 GB/s. Section VI-B: alpha 1.09e-4 s, beta 7.14e-10 s an element.
     inside=Fabric(16 * GB, ((1, _gathering(7.14e-10, 16 * GB)),), first=109 * US),
     between=_ETHERNET,
-    slowdown=DISTURBED,
 )
 
 ADIRA = KnownCluster(
@@ -296,7 +288,6 @@ ADIRA = KnownCluster(
     inside=Fabric(300 * GB, ((1, _NVLINK_REACHED),), first=_COLLECTIVE + _NVLINK_STEP, further=FURTHER_PEER / 2),
     # Section V-A: "200 Gbps HDR InfiniBand". A DGX A100 has such a card for each GPU; the paper may mean one a node.
     between=Fabric(25 * GB, ((1, _REACHED),), first=_COLLECTIVE + _NETWORK_STEP, further=FURTHER_PEER),
-    slowdown=DISTURBED,
 )
 
 VALOR = KnownCluster(
@@ -312,7 +303,6 @@ VALOR = KnownCluster(
     inside=Fabric(150 * GB, ((1, _NVLINK_REACHED),), first=_COLLECTIVE + _NVLINK_STEP, further=FURTHER_PEER / 2),
     # Section V-A: 56 Gb/s (FDR's rate, printed HDR) for a node's four GPUs.
     between=Fabric(56 * GBIT, ((1, _REACHED),), first=_COLLECTIVE + _NETWORK_STEP, further=FURTHER_PEER, shared=True),
-    slowdown=DISTURBED,
 )
 
 NETMOE_A800 = KnownCluster(
@@ -328,7 +318,6 @@ NETMOE_A800 = KnownCluster(
     inside=Fabric(200 * GB, ((1, _NVLINK_REACHED),), first=_COLLECTIVE + _NVLINK_STEP, further=FURTHER_PEER / 2),
     # Table 2: 100 GB/s, taken for one way of a node.
     between=Fabric(100 * GB, ((1, _REACHED),), first=_COLLECTIVE + _NETWORK_STEP, further=FURTHER_PEER, shared=True),
-    slowdown=DISTURBED,
 )
 
 # HybridEP, Testbed: a node is a data centre; PCIe 3.0 inside, 10 Gb/s between.
