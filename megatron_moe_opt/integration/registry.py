@@ -273,10 +273,7 @@ def _check_stock(config: Any, name: str) -> None:
 
 
 def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
-    stock_init = layer_class.__init__
-
-    @functools.wraps(stock_init)
-    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def init(stock_init: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if (name := getattr(config, FIELD)) in dispatcher_names():
             _check_again(config, name)
             check_is_called(type(self), name)
@@ -300,7 +297,7 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
         if _options.telemetry:
             watch(self)
 
-    layer_class.__init__ = init
+    wrap_once(layer_class, "__init__", init)
     name_passes(layer_class, dispatcher_names())
 
 

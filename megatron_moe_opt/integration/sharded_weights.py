@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_moe_opt.integration.patching import when_imported
+from megatron_moe_opt.integration.patching import when_imported, wrap_once
 
 WRAPPERS = {
     "use_megatron_fsdp": (
@@ -57,10 +57,7 @@ def _wrap_all(module: ModuleType, flag: str, class_names: Sequence[str], check: 
 def _wrap(wrapper: type, flag: str, check: Callable[[Any], None]) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    stock_init = wrapper.__init__
-
-    @functools.wraps(stock_init)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(stock_init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         models = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.nn.Module)]
         configs = [getattr(module, "config", None) for model in models for module in model.modules()]
         for config in {id(one): one for one in configs if isinstance(one, TransformerConfig)}.values():
@@ -68,4 +65,4 @@ def _wrap(wrapper: type, flag: str, check: Callable[[Any], None]) -> None:
             check(config)
         stock_init(self, *args, **kwargs)
 
-    wrapper.__init__ = init
+    wrap_once(wrapper, "__init__", init)
