@@ -24,10 +24,10 @@ from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, finite, whole_numbers
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, written_whole
-from megatron_moe_opt.planning.predicting.expert_migration import DomainChoice, MigrationLayer, StreamPass, least
+from megatron_moe_opt.planning.predicting.expert_migration import DomainChoice, MigrationLayer, least
 from megatron_moe_opt.schedules.picture import check_picture
 from megatron_moe_opt.schedules.schedule import Kind
-from tools.stream_levels import Link, link_curves, predict, stock_seconds, stock_sent
+from tools.stream_levels import Link, TimedPass, link_curves, predict, stock_seconds, stock_sent
 from tools.stream_model import attention_seconds, ffn_seconds, pre_expert_seconds
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -195,10 +195,12 @@ class MigrationSettings:
         before = pre_expert_seconds(attention, dense, self.dense_layers)
         matrices = 3 if self.gated else 2
         size = self.experts_per_gpu * matrices * self.hidden * self.ffn_hidden * self.element_bytes
-        passes = [StreamPass(before, experts, math.ceil(size / self.compression_ratio))]
+        travels = math.ceil(size / self.compression_ratio)
+        passes = [TimedPass(travels, pre_expert_seconds=before, expert_seconds=experts)]
         if self.backward:
             gradients = math.ceil(size / self.gradient_compression_ratio)
-            passes.append(StreamPass(2 * before, 2 * experts, gradients, Kind.REDUCE_SCATTER))
+            seconds = {"pre_expert_seconds": 2 * before, "expert_seconds": 2 * experts}
+            passes.append(TimedPass(gradients, Kind.REDUCE_SCATTER, **seconds))
         return MigrationLayer(
             self.tokens, self.hidden * self.element_bytes, self.topk, self.experts_per_gpu, tuple(passes)
         )

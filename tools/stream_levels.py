@@ -20,6 +20,7 @@ from megatron_moe_opt.planning.predicting.expert_migration import (
     Curves,
     DomainChoice,
     MigrationLayer,
+    StreamPass,
     all_domains,
     curve_of,
     exchange_seconds,
@@ -30,10 +31,21 @@ from megatron_moe_opt.topology.domains import ExpertDomains
 from tools.stream_model import stream_seconds
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimedPass(StreamPass):
+    """One way through a layer whose computation is known."""
+
+    pre_expert_seconds: float = 0.0
+    """Seconds of what precedes the experts; in a backward pass, of its gradients."""
+    expert_seconds: float = 0.0
+    """Seconds of all experts of a GPU."""
+
+
 def predict(layer: MigrationLayer, workers: tuple[int, ...], curves: Curves) -> tuple[DomainChoice, ...]:
     """Returns what each of `all_domains` takes by the paper's sum, in which experts hide what precedes them.
 
     Args:
+        layer: its passes are TimedPass.
         curves: of the groups of more than one rank. Measured ones, or `link_curves`.
 
     Raises:
@@ -96,6 +108,7 @@ def stock_seconds(layer: MigrationLayer, workers: Sequence[int], links: Sequence
     expert of a token.
 
     The links of all levels are taken to be busy at once: the slowest decides. Experts stay, and their gradients too.
+    The layer's passes are TimedPass.
     """
     exchange = max(
         link.seconds(_stock_peers(workers, level), _stock_exchanged(layer, workers, level))

@@ -13,14 +13,18 @@ from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
-from megatron_moe_opt.planning.predicting.expert_migration import MigrationLayer, StreamPass, least
+from megatron_moe_opt.planning.predicting.expert_migration import MigrationLayer, least
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
-from tools.stream_levels import Link, link_curves, predict, stock_seconds, stock_sent
+from tools.stream_levels import Link, TimedPass, link_curves, predict, stock_seconds, stock_sent
 from tools.stream_model import Stream
 
-FORWARD = (StreamPass(0.0, 0.0, 500),)
+FORWARD = (TimedPass(500),)
+
+
+def timed(before, experts, expert_bytes, collective=Kind.ALL_GATHER):
+    return TimedPass(expert_bytes, collective, pre_expert_seconds=before, expert_seconds=experts)
 
 
 def layer_of(topk=1, local_experts=1, tokens=1000, passes=FORWARD):
@@ -63,10 +67,7 @@ def test_copies_are_those_of_all_draws(workers, local_experts, topk):
 
 def test_volumes_by_hand():
     """4 data centres of 4 GPUs, domains of 2 and 4, two experts a GPU, 3 experts a token: 2 domains of 16 experts."""
-    layer, domains = (
-        layer_of(topk=3, local_experts=2, passes=(StreamPass(1.0, 1.0, 500),)),
-        ExpertDomains((4, 4), (2, 4)),
-    )
+    layer, domains = layer_of(topk=3, local_experts=2), ExpertDomains((4, 4), (2, 4))
     missing = 16 * 15 * 14 / (32 * 31 * 30)  # of the draws, in a domain
     assert layer.exchanged(domains, 0) == pytest.approx(16000 * 2 * (1 - missing))
     assert layer.exchanged(domains, 1) == layer.exchanged(domains, 0)  # which arrive, and stay where they are
@@ -89,7 +90,7 @@ def test_one_level_is_the_stream_model():
     rng = random.Random(3)
     for _ in range(100):
         gpus, bandwidth = rng.choice([2, 4, 6, 12, 32]), 10 ** rng.uniform(3, 6)
-        one = StreamPass(rng.choice([0.0, rng.uniform(0, 10)]), rng.uniform(0, 10), rng.randrange(1, 10**6))
+        one = timed(rng.choice([0.0, rng.uniform(0, 10)]), rng.uniform(0, 10), rng.randrange(1, 10**6))
         layer = layer_of(passes=(one,))
         stream = Stream(gpus, 16000, one.expert_bytes, bandwidth, one.pre_expert_seconds, one.expert_seconds)
         found = predict(layer, (gpus,), link_curves((gpus,), [Link(bandwidth)]))
@@ -130,8 +131,8 @@ def test_every_choice_takes_what_the_simulator_says(workers):
         kinds = (Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
         groups = [(level, ranks) for level, most in enumerate(workers) for ranks in range(2, most + 1)]
         curves = {(kind, *group): random_curve(rng) for kind in kinds for group in groups}
-        backward = StreamPass(rng.uniform(0, 8), rng.uniform(0, 8), rng.randrange(10**5), Kind.REDUCE_SCATTER)
-        passes = (StreamPass(rng.uniform(0, 4), rng.uniform(0, 4), rng.randrange(10**5)), backward)
+        backward = timed(rng.uniform(0, 8), rng.uniform(0, 8), rng.randrange(10**5), Kind.REDUCE_SCATTER)
+        passes = (timed(rng.uniform(0, 4), rng.uniform(0, 4), rng.randrange(10**5)), backward)
         layer = layer_of(rng.choice([1, 2]), rng.choice([1, 3]), rng.randrange(1, 2000), passes)
         collectives = {(kind, f"{level} {ranks}"): curve for (kind, level, ranks), curve in curves.items()}
         found = predict(layer, workers, curves)
@@ -149,7 +150,7 @@ def test_every_choice_takes_what_the_simulator_says(workers):
 
 
 def test_of_equal_choices_the_one_that_holds_fewest_experts():
-    free = layer_of(passes=(StreamPass(1.0, 10.0, 500),))  # everything hides behind the experts
+    free = layer_of(passes=(timed(1.0, 10.0, 500),))  # everything hides behind the experts
     choice = least(predict(free, (4, 4), link_curves((4, 4), [Link(1e9)] * 2)))
     assert (choice.domains.sizes, choice.holds, choice.seconds) == ((1, 1), 1, 11.0)
 
@@ -159,7 +160,7 @@ def test_slow_links_outside_make_experts_travel_there_alone():
     workers = (4, 4)
     choice = least(predict(layer_of(), workers, link_curves(workers, [Link(1e3), Link(1e6)])))
     assert choice.domains.sizes[0] == 4
-    heavy = layer_of(passes=(StreamPass(0.0, 0.0, 500_000),))
+    heavy = layer_of(passes=(TimedPass(500_000),))
     choice = least(predict(heavy, workers, link_curves(workers, [Link(1e3), Link(1e6)])))
     assert choice.domains.sizes == (1, 1)
 
@@ -179,7 +180,7 @@ def test_given_links_by_hand():
 
 def test_stock_by_hand():
     """2 data centres of 4 GPUs: 4 of 8 peers are behind the slow link, 3 inside; 2 experts a token, sent twice."""
-    layer = layer_of(topk=2, passes=(StreamPass(1.0, 2.0, 500), StreamPass(2.0, 4.0, 500, Kind.REDUCE_SCATTER)))
+    layer = layer_of(topk=2, passes=(timed(1.0, 2.0, 500), timed(2.0, 4.0, 500, Kind.REDUCE_SCATTER)))
     slow, fast = Link(1e3, 0.5), Link(1e6)
     assert stock_seconds(layer, (2, 4), [slow, fast]) == pytest.approx((1 + 2 * 18) + (2 + 2 * 18))
     assert stock_seconds(layer, (2, 4), [fast, Link(1e2)]) == pytest.approx(3 + 4 * 120)

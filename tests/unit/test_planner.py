@@ -210,8 +210,9 @@ def test_small_experts_travel_and_large_ones_stay():
     assert not large.startswith("expert-migration:2x")
     layer, measured = migrating(8)
     one = by_variant(candidates(layer, measured)[0])["expert-migration:1x1"]
+    passes = tuple(stream_levels.TimedPass(layer.expert_bytes, kind) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
     (own, *_) = stream_levels.predict(
-        expert_migration.MigrationLayer.alone(1024, 4096 + 16, 2, 1, layer.expert_bytes, layer.expert_bytes),
+        expert_migration.MigrationLayer(1024, 4096 + 16, 2, 1, passes),
         (2, 4), expert_migration.measured_curves(measured.costs(), (2, 4)),
     )  # fmt: skip
     assert one.terms["tokens and experts on their way"] == pytest.approx(own.seconds)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from megatron_moe_opt.planning.costs.known_clusters import GB, GBIT, MB
-from megatron_moe_opt.planning.predicting.expert_migration import MigrationLayer, StreamPass, least
+from megatron_moe_opt.planning.predicting.expert_migration import MigrationLayer, least
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
 from megatron_moe_opt.schedules.schedule import Kind
@@ -18,7 +18,7 @@ from megatron_moe_opt.topology.domains import ExpertDomains
 from tools.data_centres import MigrationSettings, Scale
 from tools.data_centres import scale as of_data_centres
 from tools.papers.published import Published, chosen, counted, follows, head, predicted, row
-from tools.stream_levels import Link, link_curves, predict, stock_seconds
+from tools.stream_levels import Link, TimedPass, link_curves, predict, stock_seconds
 from tools.stream_model import Stream
 
 TABLE_VII = {
@@ -104,10 +104,7 @@ def _communication(
     centres = CENTRES[cluster]
     workers = (centres, 8) if centres > 1 else (8,)
     links = [ETHERNET, PCIE] if centres > 1 else [PCIE]
-    passes = (
-        StreamPass(0.0, 0.0, int(expert * MB)),
-        StreamPass(0.0, 0.0, int(expert * MB), Kind.REDUCE_SCATTER),
-    )
+    passes = TimedPass(int(expert * MB)), TimedPass(int(expert * MB), Kind.REDUCE_SCATTER)
     layer = MigrationLayer(1024, int(data * MB / 1024), 1, 1, passes)
     choices = predict(layer, workers, link_curves(workers, links))
     choice = least(choices if sizes is None else [one for one in choices if one.domains.sizes == sizes])

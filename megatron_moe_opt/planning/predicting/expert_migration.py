@@ -69,10 +69,6 @@ def measured_curves(costs: Costs, workers: Sequence[int]) -> Curves:
 class StreamPass:
     """One way through a layer, forward or backward."""
 
-    pre_expert_seconds: float
-    """Seconds of what precedes the experts; in a backward pass, of its gradients."""
-    expert_seconds: float
-    """Seconds of all experts of a GPU."""
     expert_bytes: int
     """Bytes of all experts of a GPU as they travel: weights, compressed or not; backward, their gradients."""
     collective: Kind = Kind.ALL_GATHER
@@ -129,8 +125,8 @@ class MigrationLayer:
             gathers_again: experts do not stay from the forward to the backward pass.
         """
         passes = (
-            StreamPass(0.0, 0.0, expert_bytes),
-            StreamPass(0.0, 0.0, gradient_bytes, Kind.REDUCE_SCATTER, expert_bytes if gathers_again else 0),
+            StreamPass(expert_bytes),
+            StreamPass(gradient_bytes, Kind.REDUCE_SCATTER, expert_bytes if gathers_again else 0),
         )
         return cls(tokens, row_bytes, topk, local_experts, passes, imbalance, coded)
 
