@@ -24,12 +24,13 @@ from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.measuring.layer_settings import BASELINE, LayerSettings, torch_dtype
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings, torch_dtype
 from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
 from megatron_moe_opt.integration.measuring.timing import slowest, timed
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.offline.expert_order import stock_devices
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.planning.traces.routing_replay import decided_share
 from megatron_moe_opt.planning.traces.routing_trace import RoutingTrace, read_routing_trace
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
@@ -59,7 +60,7 @@ class SampleSettings:
     @property
     def all_dispatchers(self) -> tuple[str, ...]:
         """Returns all that run, the baseline first."""
-        return tuple(dict.fromkeys((BASELINE, *self.dispatchers)))
+        return tuple(dict.fromkeys((ALLTOALL, *self.dispatchers)))
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def bench_samples(settings: SampleSettings, output: Path | None) -> list[SampleR
 
 def check(settings: SampleSettings, trace: RoutingTrace, world: int) -> None:
     """Refuses, with ConfigurationError, what cannot run on `world` ranks."""
-    known = BASELINE, *system_names(), AUTO
+    known = ALLTOALL, *system_names(), AUTO
     for variant in settings.dispatchers:
         if split_variant(variant, None)[0] not in known:
             raise ConfigurationError(f"--dispatchers {variant} is unknown: choose from {', '.join(known)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Protocol
 
@@ -54,6 +55,11 @@ class Stages(Protocol):
 
     def back(self) -> list[Stage]:
         """Returns the stages to the sources, the first of which sorts by source."""
+
+
+def even_parts(whole: int, count: int) -> list[int]:
+    """Returns how much of a whole each of so many chunks has, as evenly as whole numbers go."""
+    return [end - begin for begin, end in pairwise(whole * chunk // count for chunk in range(count + 1))]
 
 
 def own_buffer(name: str, chunk: int) -> str:

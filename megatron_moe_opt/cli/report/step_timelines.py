@@ -16,13 +16,14 @@ from megatron_moe_opt.cli.ranks import begin, megatron_process_group
 from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.measuring.layer_settings import BASELINE, LayerSettings
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
 from megatron_moe_opt.planning.choosing.choice import check_choice
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.monta import PASSES
 from megatron_moe_opt.planning.predicting.mpmoe import HOPS, costs_of
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.schedules.schedule import Op
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
 from megatron_moe_opt.systems.mpmoe import MPMOE
@@ -103,7 +104,7 @@ def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | 
 
 
 def _variant(settings: LayerSettings) -> str:
-    (variant,) = (name for name in settings.dispatchers if name != BASELINE)
+    (variant,) = (name for name in settings.dispatchers if name != ALLTOALL)
     return variant
 
 

@@ -15,7 +15,11 @@ from megatron_moe_opt.integration.auto.memory_room import Above, Room
 from megatron_moe_opt.integration.auto.sample_saving import worth_moving
 from megatron_moe_opt.integration.auto.stock_variants import stock_variants
 from megatron_moe_opt.integration.checks import check_config
-from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, routes_together
+from megatron_moe_opt.integration.layer.replicated_tokens import (
+    NOT_UNDER_STOCK,
+    holds_replicated_tokens,
+    routes_together,
+)
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
@@ -214,7 +218,7 @@ def refusal(config: Any, variant: str) -> str | None:
     """Returns why a configuration cannot run a variant; None: it can."""
     if variant == ALLTOALL:
         if holds_replicated_tokens(config):
-            return "stock Megatron does not train MoE layers under TP without --sequence-parallel: add it"
+            return NOT_UNDER_STOCK
         return None
     name, options = split_variant(variant, None)
     try:

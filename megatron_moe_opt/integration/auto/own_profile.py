@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from megatron_moe_opt.integration.measuring.measure import Sizes, measure, room_
 from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.training_arguments import checkpoint_folder
 from megatron_moe_opt.option_values import AUTO
-from megatron_moe_opt.planning.costs.cluster import EXPERT, OLDER, ROW, TYPE, Cluster
+from megatron_moe_opt.planning.costs.cluster import EXPERT, OLDER, ROW, TYPE, Cluster, Facts
 from megatron_moe_opt.planning.costs.differences import differences
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.runtime.engine.collectives import device_of
@@ -39,8 +39,6 @@ MOST_NAMED = 4
 """The number of hosts that are named in the file; more are told by a hash."""
 LINES = 4
 """The number of lines of progress that are printed while it measures."""
-
-Facts = Mapping[str, str | int]
 
 
 @dataclass(frozen=True)

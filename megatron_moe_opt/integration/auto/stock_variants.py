@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.errors import kind_and_reason
 from megatron_moe_opt.integration.layer.overlapped_batches import overlaps_batches
-from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
+from megatron_moe_opt.integration.layer.replicated_tokens import NOT_UNDER_STOCK, holds_replicated_tokens
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Refusal
@@ -167,7 +167,7 @@ def _refusal(config: Any, variant: str) -> str | None:
     if (config.expert_model_parallel_size or 1) * (config.expert_tensor_parallel_size or 1) == 1:
         return "no rows travel"
     if holds_replicated_tokens(config):
-        return "stock Megatron does not train MoE layers under TP without --sequence-parallel: add it"
+        return NOT_UNDER_STOCK
     for wrong, flag in (
         (config.moe_pad_expert_input_to_capacity, "--moe-pad-expert-input-to-capacity"),
         (overlaps_batches(config), "--overlap-moe-expert-parallel-comm"),

@@ -26,6 +26,9 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.systems.system import FLAG
 
+NOT_UNDER_STOCK = "stock Megatron does not train MoE layers under TP without --sequence-parallel: add it"
+"""Why stock does not run where `holds_replicated_tokens`."""
+
 
 def holds_replicated_tokens(config: Any) -> bool:
     """Whether every TP rank of a model of this configuration holds all tokens."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.row_format import LANE_BYTES
 from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.topology.layouts import Layout, layout_of_options
@@ -17,8 +18,7 @@ from megatron_moe_opt.variants import FLEX, split_variant
 if TYPE_CHECKING:
     import torch
 
-BASELINE = "alltoall"
-STOCK = (BASELINE, "allgather", FLEX)
+STOCK = (ALLTOALL, "allgather", FLEX)
 REPLICATED_BASELINE = "deepspeed"
 
 
@@ -68,7 +68,7 @@ class LayerSettings:
     @property
     def baseline(self) -> str:
         """Returns what times are compared with: stock; where stock refuses to train, the papers' reference schedule."""
-        return REPLICATED_BASELINE if self.replicated else BASELINE
+        return REPLICATED_BASELINE if self.replicated else ALLTOALL
 
     def ep_size(self, world: int) -> int:
         """Returns the size of expert parallelism on `world` ranks."""

@@ -28,6 +28,7 @@ from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
     encode_and_decode,
 )
 from megatron_moe_opt.schedules.mpmoe import Restore
+from megatron_moe_opt.schedules.pipeline import even_parts
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 from megatron_moe_opt.topology.nodes import NodeMap
@@ -223,10 +224,8 @@ def copy(rows: Rows) -> Load:
         places = max(1, _COPIED_BYTES // (number * rows.bytes))
         source, target = (rows.filled(places * number).split(number) for _ in range(2))
         pairs = cycle(zip(source, target, strict=True))
-        bounds = [number * chunk // _CHUNKS for chunk in range(_CHUNKS + 1)]
-        counts = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
         order = [*range(0, _CHUNKS, 2), *range(1, _CHUNKS, 2)]
-        chunks = ChunkList.from_counts(counts, order, rows.device)
+        chunks = ChunkList.from_counts(even_parts(number, _CHUNKS), order, rows.device)
         return Sized(number * rows.bytes, lambda: steps.copy_rows(*next(pairs), chunks))
 
     return Load(Kind.COPY, Lane.COPY, None, sized)

@@ -14,10 +14,11 @@ from megatron_moe_opt.integration.measuring.loads import Rows, expert_pass
 from megatron_moe_opt.integration.measuring.meter import Meter
 from megatron_moe_opt.integration.measuring.under_test import layer_under_test, layers_under_test
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Points
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.topology.nodes import NodeMap
 
-DISPATCHERS = {STOCK: "alltoall", OURS: "monta"}
+DISPATCHERS = {STOCK: ALLTOALL, OURS: "monta"}
 EXPERTS, TOPK = 8, 2
 
 

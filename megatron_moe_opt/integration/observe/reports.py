@@ -18,9 +18,7 @@ from megatron_moe_opt.integration.observe import netmoe_report, telemetry_report
 from megatron_moe_opt.integration.patching import when_imported, wrap_once
 from megatron_moe_opt.topology.agreement import known_to_all
 
-Values = dict[int, dict[str, float]]
-"""Reported values by layer number, and then by name."""
-Reports = dict[str, Values]
+Reports = dict[str, telemetry_report.Values]
 """Reports by the name of their source, without sources that have nothing to say."""
 
 SOURCES = {"netmoe": netmoe_report, "telemetry": telemetry_report}

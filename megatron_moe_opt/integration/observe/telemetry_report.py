@@ -28,6 +28,7 @@ WORST = 3
 """The layers that the log shows, besides the mean of all; where there is one layer more, it shows all."""
 
 Values = dict[int, dict[str, float]]
+"""Reported values by layer number, and then by name."""
 
 
 def take() -> Values:

@@ -35,6 +35,7 @@ OLDER = (
 Points = tuple[tuple[int, float], ...]
 """The points of a curve: (bytes or rows, seconds), by ascending size."""
 Facts = Mapping[str, str | int]
+"""What a file was measured or made for, with or by, by name."""
 
 RANKS, ROW, EXPERT, TYPE = "ranks", "hidden size of a row", "hidden size of an expert", "type of the rows"
 VERSIONS = ("megatron-moe-opt", "megatron-core", "torch")

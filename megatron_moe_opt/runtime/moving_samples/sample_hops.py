@@ -34,6 +34,7 @@ from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, run_to_exper
 from megatron_moe_opt.runtime.rows.linear import linear
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows
 from megatron_moe_opt.runtime.rows.row_layout import Payload
+from megatron_moe_opt.schedules.pipeline import even_parts
 
 
 class HoppingSamples(MovingRows):
@@ -50,7 +51,7 @@ class HoppingSamples(MovingRows):
         """
         self._hops, self._shape, self._num_chunks, self._apart = hops, shape, num_chunks, apart
         self._experts = experts_of_tokens(routing_map, hops.topk)
-        self._stretches = stretches(shape[0], num_chunks)
+        self._stretches = even_parts(shape[0], num_chunks)
         self.counts = hops.on_device(routing_map.device).count_samples(
             self._experts, routing_map, self._stretches, shape[1]
         )
@@ -123,9 +124,3 @@ class HoppingSamples(MovingRows):
             lambda rows: run_to_sources(rows.contiguous(), None, exchange),
             lambda grad: run_to_experts(source.spread(grad.contiguous()), exchange, None)[0],
         )
-
-
-def stretches(sequence: int, num_chunks: int) -> list[int]:
-    """Returns the number of a sample's tokens in each chunk."""
-    bounds = [sequence * chunk // num_chunks for chunk in range(num_chunks + 1)]
-    return [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
