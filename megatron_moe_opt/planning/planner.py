@@ -108,8 +108,8 @@ def _narrowed(system: System, layer: LayerOnCluster) -> Iterator[Prediction]:
 def bound_and_stock(
     workload: LayerWorkload, cluster: Cluster, budget: int | None = None
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
-    """Returns what `candidates` returns, but for stock alone: once as if it took no longer than its experts, and what a
-    rank does with its tokens by itself, which no candidate is faster than, and once as it is.
+    """Returns two predictions of stock, and no refusals: a lower bound for every candidate (experts and work on the
+    rank, no communication), then stock as it is.
 
     Raises ConfigurationError where stock does not train.
     """

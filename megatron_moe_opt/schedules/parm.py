@@ -95,7 +95,9 @@ class PhaseBytes:
     experts: int
     """Bytes of the rows of this rank's experts, of all phases."""
     on_link: int
-    """Size of an all-to-all, own rows included, that takes as long on its link as this phase's does."""
+    """The size at which to read this phase off the all-to-all's curve, whose sizes count rows that stay on the rank
+    too.
+    """
     own: int
     """Bytes of this rank's own rows, from all shards."""
     gathered: int

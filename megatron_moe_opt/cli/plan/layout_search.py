@@ -210,7 +210,9 @@ def _most_tokens(bound: Case) -> float:
 
 
 def _with_stock(bounded: Iterable[Case]) -> list[tuple[float, Case]]:
-    """Returns the arrangements in which stock fits, without what bounds them, each behind stock's tokens a second."""
+    """Returns (stock's tokens a second, case) of each arrangement in which stock fits; the case has no lower bound any
+    more.
+    """
     of_stock = (replace(one, candidates=one.candidates[1:]) for one in bounded)
     return [(one.step(one.stock).tokens_per_second, one) for one in of_stock if one.fits(one.stock)]
 

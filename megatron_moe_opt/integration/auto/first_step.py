@@ -149,7 +149,7 @@ class Alike:
     """The variant that earlier trials have kept in the layers; None: it is not predicted, or there were no trials."""
 
     def keeping(self, variant: str | None) -> Alike:
-        """Returns the same after trials that have kept a variant."""
+        """Returns a copy that notes which variant earlier trials chose, if it is still among the predicted."""
         return dataclasses.replace(self, kept=variant if variant in [one.variant for one in self.predicted] else None)
 
     def above(self, variant: str, than: str | None = None) -> Above:

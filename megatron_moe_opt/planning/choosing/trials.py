@@ -34,7 +34,9 @@ STOCK_WITHIN = 0.01
 ENOUGH = 2 * TURN
 """The steps of a variant from which on a single disturbed one does not widen where its median may lie."""
 NEAR = 1.5
-"""The multiple of the leader's predicted time that a variant may take to join it, or begin as the best of a kind."""
+"""A variant is tried only if it is predicted to take at most this many times as long as the leader; at the start, as
+the fastest prediction.
+"""
 
 _NUMBER = re.compile(r"\d+")
 

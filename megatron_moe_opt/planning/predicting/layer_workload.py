@@ -94,8 +94,8 @@ class LayerWorkload:
 
     @property
     def sharers(self) -> int:
-        """Returns the ranks that share out tokens which hop, and gather them over TP part by part. 1: each rank has
-        tokens of its own, or all are split before the layer and gathered behind it.
+        """Returns over how many TP ranks tokens that hop are divided; they are gathered again part by part. 1: ranks
+        have tokens of their own, or these are split before the layer.
         """
         return self.tp if self.routes_all and self.capacity_factor is None else 1
 

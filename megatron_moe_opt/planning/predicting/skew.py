@@ -77,7 +77,9 @@ class Skew:
 
     @cached_property
     def exchanged(self) -> float:
-        """Returns how large even messages, over the mean, would make an all-to-all over the EP group take as long."""
+        """Returns the factor by which messages of an even all-to-all would have to grow for it to take as long as this
+        uneven one.
+        """
         nodes = self._cluster.world.nodes
         if not self._rows or all(len({nodes[rank] for rank in group}) == 1 for group in self._groups):
             return self._imbalance

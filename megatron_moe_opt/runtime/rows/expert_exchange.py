@@ -142,8 +142,8 @@ def run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: E
 def bind_to_sources(
     tokens: torch.Tensor, probs: torch.Tensor | None, exchange: Exchange
 ) -> tuple[MovingSchedule, list[Steps], torch.Tensor]:
-    """Returns the schedule that sums and sends back, what its ops do (once), and the rows [R, W] that they will have
-    written.
+    """Returns the schedule of the way back, the steps of each op (to be run once), and the tensor [R, W] that has the
+    rows afterwards.
 
     Args:
         tokens: [plan.num_gathered, H].
