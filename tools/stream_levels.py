@@ -15,16 +15,13 @@ from dataclasses import dataclass
 from math import inf, prod
 
 from megatron_moe_opt.planning.costs.curves import CostCurve
+from megatron_moe_opt.planning.costs.domain_curves import KINDS, Curves, curve_of, realisable_groups
 from megatron_moe_opt.planning.predicting.expert_migration import (
-    KINDS,
-    Curves,
     DomainChoice,
     MigrationLayer,
     StreamPass,
     all_domains,
-    curve_of,
     exchange_seconds,
-    realisable_groups,
 )
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains

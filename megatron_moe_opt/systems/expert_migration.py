@@ -12,6 +12,7 @@ from typing import Any
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import ALL, AUTO, FROM_0, FROM_0_OR_ALL, LIST, RATIO, one_of, or_auto
 from megatron_moe_opt.planning.costs.cluster import OURS, Cluster
+from megatron_moe_opt.planning.costs.domain_curves import measured_curves
 from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.expert_migration import DomainChoice
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
@@ -350,7 +351,7 @@ def _domain_choices(layer: LayerOnCluster) -> Iterator[tuple[DomainChoice, dict[
     schedules that run, as they are played.
     """
     one = layer.workload
-    curves = expert_migration.measured_curves(layer.costs, one.workers)
+    curves = measured_curves(layer.costs, one.workers)
     edge = Timeline.in_turn("one after another", ((op, layer.costs(op)) for op in layer.edge))
     local, migration = layer.local_timeline(OURS), one.migration(layer.skew)
     for domains in expert_migration.all_domains(migration, one.workers):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
-from megatron_moe_opt.planning.predicting.expert_migration import has_curves, measured_curves
+from megatron_moe_opt.planning.costs.domain_curves import has_curves, measured_curves
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS, PartitionedLayer, no_hops, no_joint
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal

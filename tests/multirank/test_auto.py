@@ -16,8 +16,8 @@ from torch.distributed import distributed_c10d
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.costs.domain_curves import KINDS, profile_name, realisable_groups
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.schedules.parm import JOINT
@@ -38,9 +38,9 @@ def write_profile(file: Path, world: World, workers: tuple[int, ...]) -> Path:
     keys: list[tuple[Kind, str | None]] = [(kind, None) for kind in (Kind.COPY, Kind.OFFLOAD, Kind.PREFETCH)]
     keys += [(Kind.ALL_TO_ALL, "ep"), (Kind.ALL_TO_ALL, JOINT)]
     keys += [(kind, role) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) for role in ("tp", "expert-tp")]
-    for kind in expert_migration.KINDS:
-        for level, ranks in expert_migration.realisable_groups(workers):
-            keys.append((kind, expert_migration.role(kind, workers, level, ranks)))
+    for kind in KINDS:
+        for level, ranks in realisable_groups(workers):
+            keys.append((kind, profile_name(kind, workers, level, ranks)))
     gemm = ExpertGemm(64, 96, "fp32", ((16, 1e-4), (1024, 4e-3)))
     Cluster(world, dict.fromkeys(keys, curve), expert_gemm=gemm).save(file)
     return file

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
-from megatron_moe_opt.planning.predicting.expert_migration import KINDS, realisable_groups, role
+from megatron_moe_opt.planning.costs.domain_curves import KINDS, profile_name, realisable_groups
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure
@@ -26,7 +26,7 @@ def save(file: Path, workers: tuple[int, ...] = LEVELS) -> Path:
     curves = {}
     for level, ranks in realisable_groups(workers):
         line = ((1, 1e-5), (100 * MB, (100.0, 1.0)[level]))
-        curves |= {(kind, role(kind, workers, level, ranks)): line for kind in KINDS}
+        curves |= {(kind, profile_name(kind, workers, level, ranks)): line for kind in KINDS}
     curves[Kind.COPY, None] = ((1, 1e-9), (MB, 1e-3))
     expert = ExpertGemm(64, 144, "fp32", ((1, 1e-9), (1000, 1e-6)))  # whose time nothing depends on
     Cluster(World((0, 0, 1, 1), ep=4), curves, expert_gemm=expert).save(file)
@@ -93,7 +93,7 @@ def measured() -> dict[str, list[int]]:
         for experts_travel, kinds in ((True, KINDS), (False, [Kind.ALL_TO_ALL])):
             names = [(move.kind, move.group) for move in domain_moves(rows, groups, LEVELS, experts_travel)]
             assert sorted(map(str, names)) == sorted(
-                str((kind, role(kind, LEVELS, *group))) for kind in kinds for group in realisable_groups(LEVELS)
+                str((kind, profile_name(kind, LEVELS, *group))) for kind in kinds for group in realisable_groups(LEVELS)
             )
         return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
 
@@ -102,8 +102,8 @@ def test_profile_measures_every_group_of_domains(ranks):
     for rank, groups in enumerate(ranks.run(measured)):
         outer, inner = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
         for kind in KINDS:
-            assert groups[role(kind, LEVELS, 0, 2)] == outer
-            assert groups[role(kind, LEVELS, 1, 2)] == inner
+            assert groups[profile_name(kind, LEVELS, 0, 2)] == outer
+            assert groups[profile_name(kind, LEVELS, 1, 2)] == inner
 
 
 def measured_once() -> list[bool]:
@@ -111,8 +111,8 @@ def measured_once() -> list[bool]:
     from megatron_moe_opt.integration.measuring.domain_moves import domain_groups_of
 
     with domain_groups_of(dist.group.WORLD, (4,)) as groups:
-        found = [groups[role(kind, (4,), 0, 4)] is dist.group.WORLD for kind in KINDS]
-        pairs = groups[role(Kind.ALL_TO_ALL, (4,), 0, 2)]
+        found = [groups[profile_name(kind, (4,), 0, 4)] is dist.group.WORLD for kind in KINDS]
+        pairs = groups[profile_name(Kind.ALL_TO_ALL, (4,), 0, 2)]
         assert dist.get_process_group_ranks(pairs) == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
     dist.barrier()  # the group that was there still is
     return found

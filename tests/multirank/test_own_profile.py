@@ -12,7 +12,7 @@ import pytest
 from megatron_moe_opt.integration.auto.own_profile import FILE_NAME
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from megatron_moe_opt.planning.predicting.expert_migration import role
+from megatron_moe_opt.planning.costs.domain_curves import profile_name
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline
@@ -80,7 +80,7 @@ def test_a_run_that_measures_trains_as_one_that_does_not(ranks, tmp_path, sizes,
     assert cluster.measured_for["--expert-model-parallel-size"] == sizes["ep"] == cluster.world.ep
     assert cluster.measured_for["hidden size of a row"] == 64 and cluster.expert_gemm.hidden == 64
     # Of all layouts, those with cut experts too: or tokens that hop would never be among the candidates.
-    assert (Kind.ALL_TO_ALL, role(Kind.ALL_TO_ALL, (sizes["ep"],), 0, sizes["ep"])) in cluster.curves
+    assert (Kind.ALL_TO_ALL, profile_name(Kind.ALL_TO_ALL, (sizes["ep"],), 0, sizes["ep"])) in cluster.curves
     first = own[0]["said"]
     assert sum("measuring what moves cost here, for 60 s at most: part " in line for line in first) == 4
     assert first[-1] == f"what was measured is kept in {file}"

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, ONE_RANK
 from megatron_moe_opt.planning.costs.cluster import Cluster, World
-from megatron_moe_opt.planning.predicting import expert_migration
-from megatron_moe_opt.planning.predicting.expert_migration import KINDS
+from megatron_moe_opt.planning.costs.domain_curves import KINDS, profile_name
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.simulator import simulate
@@ -58,14 +57,14 @@ def _profile(seconds, sizes, **options):
             World((0, 0, 1, 1), tp=2, cp=1, ep=2, expert_tp=2),
             {(kind, role) for kind in GATHERS for role in ("tp", "expert-tp", "dp")}
             | {(Kind.ALL_TO_ALL, role) for role in ("ep", JOINT)}
-            | {(Kind.ALL_TO_ALL, expert_migration.role(Kind.ALL_TO_ALL, (2,), 0, 2))},  # experts are cut: none travels
+            | {(Kind.ALL_TO_ALL, profile_name(Kind.ALL_TO_ALL, (2,), 0, 2))},  # experts are cut: none travels
         ),
         (
             {"cp": 2, "dtype": "bf16"},
             World((0, 0, 1, 1), tp=1, cp=2, ep=4, expert_tp=1),
             {(kind, role) for kind in GATHERS for role in ("cp", "dp")}
             | {(Kind.ALL_TO_ALL, "ep")}
-            | {(kind, expert_migration.role(kind, (2, 2), level, 2)) for kind in KINDS for level in range(2)}
+            | {(kind, profile_name(kind, (2, 2), level, 2)) for kind in KINDS for level in range(2)}
             | {(kind, None) for kind in CODEC},
         ),
         (

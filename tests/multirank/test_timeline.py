@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.costs.curves import CostCurve
+from megatron_moe_opt.planning.costs.domain_curves import KINDS, profile_name, realisable_groups
 from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.monta import PASSES
 from megatron_moe_opt.planning.predicting.simulator import simulate
@@ -120,8 +121,8 @@ def test_mpmoe_s_pipeline(ranks, tmp_path):
 def test_experts_that_travel_beside_a_pipeline_are_left_out(ranks, tmp_path):
     """The pipeline's own passes are shown."""
     profile, levels = tmp_path / "cluster.json", (4,)
-    groups = expert_migration.realisable_groups(levels)
-    roles = [(kind, expert_migration.role(kind, levels, *one)) for kind in expert_migration.KINDS for one in groups]
+    groups = realisable_groups(levels)
+    roles = [(kind, profile_name(kind, levels, *one)) for kind in KINDS for one in groups]
     hops = dict.fromkeys(roles, ((1000, 1e-3),))
     copies = {(Kind.COPY, None): CURVES[Kind.COPY, None]}
     gemm = ExpertGemm(32, 16, "fp32", ((1, 1e-3), (100, 1e-1)), ((1, 3e-3), (100, 3e-1)))
@@ -200,7 +201,7 @@ def test_the_ops_that_ran_are_those_that_are_simulated(ranks, monkeypatch, ratio
     )
     coded = dict.fromkeys((Kind.ALL_GATHER, Kind.REDUCE_SCATTER), ratio) if ratio else {}
     layer = expert_migration.MigrationLayer.alone(48, 32, 2, 2, 8192, 8192, coded=coded)
-    groups = [(kind, level, 2) for kind in expert_migration.KINDS for level in range(2)]
+    groups = [(kind, level, 2) for kind in KINDS for level in range(2)]
     curves = {group: CostCurve(((1000, 1.0),)) for group in groups}
     expert_migration.timelines(layer, ExpertDomains((2, 2), (2, 1)), curves, (0.0, 0.0), lambda *_: 0.0)
     compression = {"compression_ratio": ratio, "gradient_compression_ratio": ratio} if ratio else {}

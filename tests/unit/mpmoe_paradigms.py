@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_moe_opt.planning.predicting.simulator import Slowdown, lane_rate
+from megatron_moe_opt.planning.costs.curves import Slowdown
+from megatron_moe_opt.planning.predicting.simulator import lane_rate
 from megatron_moe_opt.schedules.schedule import Lane
 
 Phase = Mapping[Lane, float]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
+from megatron_moe_opt.planning.costs.domain_curves import measured_curves, realisable_groups
 from megatron_moe_opt.planning.costs.known_clusters import (
     A800_IB200,
     B200_NVL72,
@@ -22,8 +23,7 @@ from megatron_moe_opt.planning.costs.known_clusters import (
     TWO_DATA_CENTRES,
 )
 from megatron_moe_opt.planning.planner import candidates
-from megatron_moe_opt.planning.predicting import expert_migration, parm
-from megatron_moe_opt.planning.predicting.expert_migration import realisable_groups
+from megatron_moe_opt.planning.predicting import parm
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.training.step_costs import STAGES
 from megatron_moe_opt.schedules.parm import JOINT, TP
@@ -86,7 +86,7 @@ def test_every_layout_has_every_curve(name, tp, cp, ep, expert_tp, more, replica
         assert all(((kind, role) in costs.curves) == (size > 1) for kind in kinds)
     workers = levels_of_ep(known, layout)
     wanted = 3 * len(realisable_groups(workers))
-    assert len(expert_migration.measured_curves(costs, workers)) == wanted
+    assert len(measured_curves(costs, workers)) == wanted
     assert (cluster.saa is not None) == (tp > 1 and ep * expert_tp > 1)
     found, refused = candidates(workload(known, layout, replicated and tp > 1), cluster)
     assert not [one for one in refused if "no cost curve" in one.reason or "not measured" in one.reason]

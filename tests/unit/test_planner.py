@@ -12,6 +12,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
+from megatron_moe_opt.planning.costs.domain_curves import KINDS, measured_curves, profile_name, realisable_groups
 from megatron_moe_opt.planning.costs.known_clusters import A800_IB200, H100_IB400
 from megatron_moe_opt.planning.planner import best, bound_and_stock, candidates, in_fewest_parts
 from megatron_moe_opt.planning.predicting import expert_migration
@@ -178,9 +179,9 @@ def migrating(expert_hidden: int) -> tuple[LayerWorkload, Cluster]:
     layer = dataclasses.replace(LAYER, ep=8, etp=1, ffn=expert_hidden, workers=workers)
     curves = {(Kind.ALL_TO_ALL, "ep"): line(1e-3, 5 * MB)}
     curves |= {(kind, None): line(1e-6, 4000 * MB) for kind in (Kind.COPY, Kind.OFFLOAD, Kind.PREFETCH)}
-    for kind in expert_migration.KINDS:
-        for level, ranks in expert_migration.realisable_groups(workers):
-            curves[kind, expert_migration.role(kind, workers, level, ranks)] = line(1e-3, (5, 200)[level] * MB)
+    for kind in KINDS:
+        for level, ranks in realisable_groups(workers):
+            curves[kind, profile_name(kind, workers, level, ranks)] = line(1e-3, (5, 200)[level] * MB)
     gemm = ExpertGemm(1024, 256, "fp32", ((64, 1e-3), (4096, 6e-2)))
     return layer, Cluster(World(NODES, ep=8), curves, expert_gemm=gemm)
 
@@ -213,7 +214,7 @@ def test_small_experts_travel_and_large_ones_stay():
     passes = tuple(stream_levels.TimedPass(layer.expert_bytes, kind) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
     (own, *_) = stream_levels.predict(
         expert_migration.MigrationLayer(1024, 4096 + 16, 2, 1, passes),
-        (2, 4), expert_migration.measured_curves(measured.costs(), (2, 4)),
+        (2, 4), measured_curves(measured.costs(), (2, 4)),
     )  # fmt: skip
     assert one.terms["tokens and experts on their way"] == pytest.approx(own.seconds)
 
@@ -253,7 +254,7 @@ def test_experts_that_do_not_stay_take_less_memory_and_one_more_gather():
         by_variant(candidates(dataclasses.replace(layer, resident_part=part), measured)[0])["expert-migration:2x1"]
         for part in (resident_part(8, None), resident_part(8, 2))
     )
-    kind, way = Kind.ALL_GATHER, expert_migration.role(Kind.ALL_GATHER, (2, 4), 0, 2)
+    kind, way = Kind.ALL_GATHER, profile_name(Kind.ALL_GATHER, (2, 4), 0, 2)
     gather = measured.costs().curves[kind, way].seconds(2 * layer.expert_bytes)
     assert goes.seconds - stays.seconds == pytest.approx(gather, rel=1e-6)
     assert goes.inter_bytes - stays.inter_bytes == layer.expert_bytes  # half of what both ranks have

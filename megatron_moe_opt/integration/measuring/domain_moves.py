@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from megatron_moe_opt.integration.measuring import loads
 from megatron_moe_opt.integration.measuring.loads import Rows
 from megatron_moe_opt.integration.measuring.meter import Load
-from megatron_moe_opt.planning.predicting.expert_migration import realisable_groups, role
+from megatron_moe_opt.planning.costs.domain_curves import profile_name, realisable_groups
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.layouts import Groups
@@ -36,7 +36,7 @@ def domain_moves(
         for kind, collective in _COLLECTIVES.items():
             if kind is not Kind.ALL_TO_ALL and not experts_travel:
                 continue
-            name = role(kind, workers, level, ranks)
+            name = profile_name(kind, workers, level, ranks)
             moves.append(collective(rows, groups[name], name, lane))
     return moves
 
@@ -53,7 +53,7 @@ def _domain_groups(workers: Sequence[int]) -> Iterator[tuple[str, Groups]]:
             sizes = tuple(size if other == level else 1 for other in range(len(workers)))
             domains = ExpertDomains(tuple(workers), sizes)
             of_ep = domains.all_to_all_groups(level) if kind is Kind.ALL_TO_ALL else domains.gather_groups(level)
-            yield role(kind, workers, level, ranks), of_ep
+            yield profile_name(kind, workers, level, ranks), of_ep
 
 
 def _whole(workers: Sequence[int]) -> Groups:

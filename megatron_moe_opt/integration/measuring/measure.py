@@ -28,8 +28,8 @@ from megatron_moe_opt.integration.measuring.partitions import expert_overhead
 from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.measuring.undisturbed import undisturbed
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, Points, World
-from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
-from megatron_moe_opt.planning.predicting.simulator import Slowdown, simulate
+from megatron_moe_opt.planning.costs.curves import CostCurve, Costs, Slowdown
+from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.parm import JOINT, TP

@@ -12,10 +12,10 @@ from pathlib import Path
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import write_text_whole
 from megatron_moe_opt.planning.costs.bus_bandwidth import bus_of
-from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.costs.curves import CostCurve, Costs, Slowdown
 from megatron_moe_opt.planning.costs.differences import differences
 from megatron_moe_opt.planning.json_places import JsonPlace
-from megatron_moe_opt.planning.predicting.simulator import Slowdown, simulate
+from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.topology.layouts import Layout

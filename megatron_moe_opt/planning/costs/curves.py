@@ -1,4 +1,4 @@
-"""Time over bytes of each kind of op: measured, or given as bandwidth and efficiency."""
+"""Time over bytes of each kind of op, measured or given as bandwidth and efficiency, and how much lanes disturb it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.schedules.schedule import Kind, Op
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
+
+Slowdown = Mapping[tuple[Lane, ...], float]
+"""How much lanes disturb each other: (y, x) holds the rate, in (0, 1], of an op in lane y while lane x is busy (MPMoE's
+alpha(y, x)); (y, x, z) that while both x and z are."""
 
 
 @dataclass(frozen=True)

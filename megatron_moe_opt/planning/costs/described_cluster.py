@@ -24,8 +24,8 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.gpu_settings import demands_one_queue
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster, ExpertGemm, Points, World
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.costs.domain_curves import KINDS, profile_name, realisable_groups
 from megatron_moe_opt.planning.costs.known_clusters import Fabric, KnownCluster
-from megatron_moe_opt.planning.predicting.expert_migration import KINDS, realisable_groups, role
 from megatron_moe_opt.planning.training.step_costs import STAGES
 from megatron_moe_opt.row_format import ELEMENT_BYTES
 from megatron_moe_opt.schedules import parm
@@ -94,7 +94,7 @@ def describe(
             curves |= {(kind, name): points for kind in kinds}
     for level, ranks in realisable_groups(workers):
         place = _place_of_domains(levels, layout, workers, level, ranks)
-        curves |= {(kind, role(kind, workers, level, ranks)): _slowest(levels, [place]) for kind in KINDS}
+        curves |= {(kind, profile_name(kind, workers, level, ranks)): _slowest(levels, [place]) for kind in KINDS}
     permutes = tuple((size, PERMUTES * size / known.copy_bandwidth) for size in SIZES)
     cluster = Cluster(
         World(_nodes(layout.world, levels[0][0]), layout.tp, layout.cp, layout.ep, layout.expert_tp),

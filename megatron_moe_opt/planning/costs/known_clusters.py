@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.predicting.simulator import Slowdown
+from megatron_moe_opt.planning.costs.curves import Slowdown
 from megatron_moe_opt.planning.training.throughput import GpuSpeed
 from megatron_moe_opt.schedules.schedule import Lane
 

@@ -21,7 +21,7 @@ from math import ceil
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import STOCK
-from megatron_moe_opt.planning.predicting.expert_migration import curve_of, measured_curves
+from megatron_moe_opt.planning.costs.domain_curves import curve_of, measured_curves
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.schedules.monta import EP, EXPERT_TP, GATHERED, AllToAllAndGather, even_chunks

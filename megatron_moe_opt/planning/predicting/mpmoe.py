@@ -9,13 +9,9 @@ from math import prod
 
 from megatron_moe_opt.planning.costs.cluster import OURS
 from megatron_moe_opt.planning.costs.curves import Costs
+from megatron_moe_opt.planning.costs.domain_curves import curve_of, measured_curves
 from megatron_moe_opt.planning.costs.link_bytes import LinkBytes
-from megatron_moe_opt.planning.predicting.expert_migration import (
-    codec_seconds,
-    curve_of,
-    measured_curves,
-    travelling,
-)
+from megatron_moe_opt.planning.predicting.expert_migration import codec_seconds, travelling
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.partitioned_rows import (
     activation_bytes,

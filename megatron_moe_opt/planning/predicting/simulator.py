@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+from megatron_moe_opt.planning.costs.curves import Slowdown
 from megatron_moe_opt.schedules.issue_order import HELD
 from megatron_moe_opt.schedules.schedule import OF_EXPERTS, Lane, Op, Order, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline
-
-Slowdown = Mapping[tuple[Lane, ...], float]
-"""How much lanes disturb each other: (y, x) holds the rate, in (0, 1], of an op in lane y while lane x is busy (MPMoE's
-alpha(y, x)); (y, x, z) that while both x and z are."""
 
 
 def simulate(
