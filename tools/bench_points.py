@@ -33,9 +33,8 @@ from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.mpmoe import HOPS
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
-from megatron_moe_opt.schedules.mpmoe import NONE, PARTITIONS, token_shares
+from megatron_moe_opt.schedules.mpmoe import HOPS, NONE, PARTITIONS, token_shares
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.systems.mpmoe import MPMOE, MpmoeOptions
 from tools.papers.published import head, row

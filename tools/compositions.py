@@ -21,9 +21,9 @@ from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS, PartitionedLayer, costs_of
+from megatron_moe_opt.planning.predicting.mpmoe import PartitionedLayer, costs_of
 from megatron_moe_opt.schedules.issue_order import in_issue_order
-from megatron_moe_opt.schedules.mpmoe import NONE, backward, forward
+from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, NONE, ROWS, backward, forward
 from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import OF_EXPERTS, Kind, Lane, Op, Schedule
 from megatron_moe_opt.topology.layouts import Layout

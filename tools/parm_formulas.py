@@ -28,7 +28,7 @@ from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.costs.described_cluster import describe
 from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS, Fabric, KnownCluster
 from megatron_moe_opt.schedules.monta import EP, EXPERT_TP
-from megatron_moe_opt.schedules.parm import JOINT, TP
+from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.layouts import Layout
 
@@ -79,7 +79,7 @@ class Collectives:
         exchange, n_esp = of(Kind.ALL_TO_ALL, EP), cluster.world.expert_tp
         if ep_in_a_node:
             gather, scatter, exchange, n_esp = exchange, exchange, gather, cluster.world.ep
-        joint = of(Kind.ALL_TO_ALL, JOINT)
+        joint = of(Kind.ALL_TO_ALL, JOINT_GROUP)
         overlap = CostCurve(cluster.saa).seconds if cluster.saa else joint
         gather_mp = of(Kind.ALL_GATHER, TP)
         return cls(gather, scatter, exchange, joint, gather_mp, overlap, n_esp, cluster.world.tp)

@@ -26,7 +26,6 @@ from torch.distributed import ProcessGroup
 from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.hopping_tokens import HoppingTokens
 from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Partitioning, Partitions
-from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing, saved_tensors_are_hooked
@@ -39,7 +38,7 @@ from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import through_experts
 from megatron_moe_opt.runtime.through_experts.shared_call import SharedExperts
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
-from megatron_moe_opt.schedules.mpmoe import token_shares
+from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, ROWS, token_shares
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
 

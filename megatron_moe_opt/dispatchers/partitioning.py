@@ -10,9 +10,8 @@ from megatron_moe_opt.dispatchers.pipelining import agreed_choices, agreed_clust
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS
 from megatron_moe_opt.planning.predicting.skew import rows_as_even
-from megatron_moe_opt.schedules.mpmoe import NONE, PARTITIONS
+from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, NONE, PARTITIONS, ROWS
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
 

@@ -98,6 +98,10 @@ STRATEGIES = {
     "S3": Strategy(Restore.OFFLOAD, Restore.RECOMPUTE),
     "S4": Strategy(Restore.COMMUNICATE, Restore.RECOMPUTE),
 }
+ROWS, HOPS, JOINT = "rows", "hops", "joint"
+"""The ways: a row for each expert of a token; a token once over every link; or a row at once for each shard of each of
+its experts.
+"""
 _AT_THE_ENDS = (2, 3)
 """The shares of the tokens that the first partitions have, and the last ones mirrored, where others have 4."""
 SHARED_TOKENS, SHARED_OUTPUT_GRADIENTS = "shared_tokens.0", "grad_shared_output.0"

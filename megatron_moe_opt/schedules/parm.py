@@ -28,7 +28,7 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline, Schedule
 
 SCHEDULES = ("S1", "S2")
 AAS = "AAS"  # S2, its AllGather after the whole all-to-all: what SAA is measured against
-JOINT = "ep x expert-tp"
+JOINT_GROUP = "ep x expert-tp"
 TP = "tp"
 
 
@@ -49,7 +49,7 @@ class JointAllToAll:
     def out(self) -> list[Stage]:
         """Returns the stages to all shards of the experts; the last one sorts by expert."""
         return [
-            Stage(Kind.ALL_TO_ALL, Lane.INTER, self._of_all_shards, "gathered", JOINT),
+            Stage(Kind.ALL_TO_ALL, Lane.INTER, self._of_all_shards, "gathered", JOINT_GROUP),
             Stage(Kind.COPY, Lane.COPY, GATHERED, "sorted"),
         ]
 
@@ -57,7 +57,7 @@ class JointAllToAll:
         """Returns the stages back to the sources, with the sum of the shards' parts; the first one sorts by source."""
         return [
             Stage(Kind.COPY, self.unsort, GATHERED, "unsorted"),
-            Stage(Kind.ALL_TO_ALL, Lane.INTER, self._of_all_shards, "parts", JOINT),
+            Stage(Kind.ALL_TO_ALL, Lane.INTER, self._of_all_shards, "parts", JOINT_GROUP),
             Stage(Kind.SUM, self.sums, self._of_all_shards, "rows"),
         ]
 
@@ -130,7 +130,7 @@ def outline_and_gather(num_phases: int, etp_size: int) -> Outline:
     pipeline.through(0, "sorted", [Stage(Kind.COPY, Lane.COPY, experts, "unsorted")])
     for p in range(num_phases):
         if p > 0 or num_phases == 1:
-            stages = [Stage(Kind.ALL_TO_ALL, Lane.INTER, on_link, "parts", JOINT)]
+            stages = [Stage(Kind.ALL_TO_ALL, Lane.INTER, on_link, "parts", JOINT_GROUP)]
             stages.append(Stage(Kind.SUM, Lane.INTER, own, "summed"))
         elif etp_size > 1:
             stages = [Stage(Kind.REDUCE_SCATTER, Lane.INTRA, own, "parts", EXPERT_TP)]

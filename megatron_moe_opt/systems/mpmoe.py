@@ -16,9 +16,9 @@ from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
 from megatron_moe_opt.planning.costs.domain_curves import has_curves, measured_curves
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS, PartitionedLayer, no_hops, no_joint
+from megatron_moe_opt.planning.predicting.mpmoe import PartitionedLayer, no_hops, no_joint
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
-from megatron_moe_opt.schedules.mpmoe import NONE, PARTITIONS, STRATEGIES, Restore
+from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, NONE, PARTITIONS, ROWS, STRATEGIES, Restore
 from megatron_moe_opt.systems.expert_migration import (
     EXPERT_MIGRATION,
     check_padding,

@@ -20,7 +20,7 @@ from megatron_moe_opt.planning.costs.domain_curves import KINDS, profile_name, r
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction
-from megatron_moe_opt.schedules.parm import JOINT
+from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.pool import RankFailure, RankPool
 
@@ -36,7 +36,7 @@ def profile(tmp_path: Path) -> Path:
 def write_profile(file: Path, world: World, workers: tuple[int, ...]) -> Path:
     curve = ((1, 1e-5), (100 * MB, 0.101))
     keys: list[tuple[Kind, str | None]] = [(kind, None) for kind in (Kind.COPY, Kind.OFFLOAD, Kind.PREFETCH)]
-    keys += [(Kind.ALL_TO_ALL, "ep"), (Kind.ALL_TO_ALL, JOINT)]
+    keys += [(Kind.ALL_TO_ALL, "ep"), (Kind.ALL_TO_ALL, JOINT_GROUP)]
     keys += [(kind, role) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) for role in ("tp", "expert-tp")]
     for kind in KINDS:
         for level, ranks in realisable_groups(workers):

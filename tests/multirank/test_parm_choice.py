@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster, World
-from megatron_moe_opt.schedules.parm import JOINT
+from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.pool import RankFailure
 
@@ -23,7 +23,7 @@ OTHERS = {(Kind.ALL_TO_ALL, "ep"), (Kind.ALL_GATHER, "expert-tp"), (Kind.REDUCE_
 def save(file: Path, fast: str) -> Path:
     """A cluster of TP 2, EP 2 and expert-TP 2 on which one schedule is much faster than the others."""
     curves = dict.fromkeys(OTHERS, LINE if fast == "levels" else SLOW)
-    curves |= {(Kind.ALL_TO_ALL, JOINT): SLOW if fast == "levels" else LINE, (Kind.COPY, None): ((1, 1e-6),)}
+    curves |= {(Kind.ALL_TO_ALL, JOINT_GROUP): SLOW if fast == "levels" else LINE, (Kind.COPY, None): ((1, 1e-6),)}
     curves[Kind.ALL_GATHER, "tp"] = SLOW if fast == "S2" else LINE
     saa = LINE if fast == "S2" else SLOW
     Cluster(World((0, 0, 1, 1), tp=2, ep=2, expert_tp=2), curves, saa=saa).save(file)

@@ -15,7 +15,7 @@ from megatron_moe_opt.planning.costs.domain_curves import KINDS, profile_name
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.simulator import simulate
-from megatron_moe_opt.schedules.parm import JOINT
+from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.systems.parm import PARM
@@ -56,7 +56,7 @@ def _profile(seconds, sizes, **options):
             {"tp": 2, "expert_tp": 2},
             World((0, 0, 1, 1), tp=2, cp=1, ep=2, expert_tp=2),
             {(kind, role) for kind in GATHERS for role in ("tp", "expert-tp", "dp")}
-            | {(Kind.ALL_TO_ALL, role) for role in ("ep", JOINT)}
+            | {(Kind.ALL_TO_ALL, role) for role in ("ep", JOINT_GROUP)}
             | {(Kind.ALL_TO_ALL, profile_name(Kind.ALL_TO_ALL, (2,), 0, 2))},  # experts are cut: none travels
         ),
         (
@@ -70,7 +70,7 @@ def _profile(seconds, sizes, **options):
         (
             {"tp": 4, "ep": 1, "expert_tp": 4},
             World((0, 0, 1, 1), tp=4, cp=1, ep=1, expert_tp=4),
-            {(kind, role) for kind in GATHERS for role in ("tp", "expert-tp")} | {(Kind.ALL_TO_ALL, JOINT)},
+            {(kind, role) for kind in GATHERS for role in ("tp", "expert-tp")} | {(Kind.ALL_TO_ALL, JOINT_GROUP)},
         ),
     ],
     ids=["tp = expert-tp", "cp, ep and domains", "no ep"],
@@ -122,7 +122,7 @@ def test_sizes_are_rounded_to_rows(ranks):
     curves = cluster.curves
     assert [size for size, _ in curves[Kind.ALL_TO_ALL, "ep"]] == [1024, 2048]
     assert [size for size, _ in cluster.saa] == [1024, 2048]
-    assert curves[Kind.ALL_TO_ALL, JOINT] == curves[Kind.ALL_TO_ALL, "ep"]  # whole experts: measured once
+    assert curves[Kind.ALL_TO_ALL, JOINT_GROUP] == curves[Kind.ALL_TO_ALL, "ep"]  # whole experts: measured once
     assert [size for size, _ in curves[Kind.COPY, None]] == [256, 1024, 2560]
 
 

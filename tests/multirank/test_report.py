@@ -12,7 +12,7 @@ from megatron_moe_opt.cli.report.page import render_page
 from megatron_moe_opt.cli.report.saved_report import read_report
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
-from megatron_moe_opt.schedules.parm import JOINT
+from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.commands import CURVES, group_of_the_pool
 from tests.unit.report_cases import Page
@@ -31,7 +31,7 @@ def _run(settings, json_file):
 
 def test_the_page_of_a_run(ranks, tmp_path):
     profile, json_file = tmp_path / "cluster.json", tmp_path / "layer.json"
-    curves = CURVES | {(Kind.ALL_TO_ALL, JOINT): CURVES[Kind.ALL_TO_ALL, "ep"]}
+    curves = CURVES | {(Kind.ALL_TO_ALL, JOINT_GROUP): CURVES[Kind.ALL_TO_ALL, "ep"]}
     gemm = ExpertGemm(32, 32, "fp32", ((16, 1e-4), (64, 3e-4)))
     Cluster(World((0, 0, 1, 1), tp=2, ep=2, expert_tp=2), curves, expert_gemm=gemm).save(profile)
     settings = LayerSettings(

@@ -21,7 +21,7 @@ from tests.accelerator.software import CALLER, Device, Queues, Stuck
 MEMBERS = {
     "ep": [(0, 2), (1, 3)],
     "expert-tp": [(0, 1), (2, 3)],
-    parm.JOINT: [(0, 1, 2, 3)],
+    parm.JOINT_GROUP: [(0, 1, 2, 3)],
     parm.TP: [(0, 1), (2, 3)],
     role(0): [(0, 2), (1, 3)],
     role(1): [(0, 1), (2, 3)],

@@ -26,7 +26,7 @@ from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting import parm
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.training.step_costs import STAGES
-from megatron_moe_opt.schedules.parm import JOINT, TP
+from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.layouts import Layout
 
@@ -78,7 +78,7 @@ def test_every_layout_has_every_curve(name, tp, cp, ep, expert_tp, more, replica
     costs = cluster.costs()
     for role, size, kinds in (
         ("ep", ep, [Kind.ALL_TO_ALL]),
-        (JOINT, ep * expert_tp, [Kind.ALL_TO_ALL]),
+        (JOINT_GROUP, ep * expert_tp, [Kind.ALL_TO_ALL]),
         ("expert-tp", expert_tp, [Kind.ALL_GATHER, Kind.REDUCE_SCATTER]),
         (TP, tp, [Kind.ALL_GATHER, Kind.REDUCE_SCATTER]),
         ("cp", cp, [Kind.ALL_GATHER, Kind.REDUCE_SCATTER]),
@@ -192,7 +192,7 @@ def test_saa_hides_a_gather_behind_the_exchange():
     cluster = describe(replace(PCIE, overhead=0.0), layout, 2048, 1024)
     costs = cluster.costs()
     for size, seconds in cluster.saa:
-        exchange = costs.curves[Kind.ALL_TO_ALL, JOINT].seconds(size)
+        exchange = costs.curves[Kind.ALL_TO_ALL, JOINT_GROUP].seconds(size)
         gather = costs.curves[Kind.ALL_GATHER, TP].seconds(size / layout.expert_tp * layout.tp)
         assert seconds > gather
         assert seconds < exchange + 4 * gather

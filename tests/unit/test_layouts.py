@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.schedules.parm import JOINT
+from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.topology.expansion import Machines, MoeModel, expand
 from megatron_moe_opt.topology.layouts import HORIZONTAL, JOINT_ROLES, ROLES, VERTICAL, Layout, divisors
 
@@ -26,7 +26,7 @@ DESCRIPTIONS = {
     "EXPERT_TENSOR_PARALLEL_GROUP": "expert-tp",
     "EXPERT_MODEL_PARALLEL_GROUP": "ep",
     "EXPERT_DATA_PARALLEL_GROUP": "expert-dp",
-    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": JOINT,
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": JOINT_GROUP,
 }
 
 
@@ -71,7 +71,7 @@ def _agrees_with_megatron(*sizes):
     except ConfigurationError:
         assert expected is None, f"Megatron makes {sizes}"
         return False
-    joint = {tuple(sorted(ranks)) for ranks in expected.pop(JOINT)}
+    joint = {tuple(sorted(ranks)) for ranks in expected.pop(JOINT_GROUP)}
     assert {role: layout.groups(role) for role in ROLES} == expected
     assert {tuple(sorted(ranks)) for ranks in layout.groups(*JOINT_ROLES)} == joint
     assert {role: layout.first_group(role) for role in ROLES} == {role: groups[0] for role, groups in expected.items()}

@@ -18,14 +18,14 @@ from megatron_moe_opt.planning.predicting import monta
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.parm import ParmFits, algorithm_1
-from megatron_moe_opt.schedules.parm import JOINT
+from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.systems.monta import MONTA
 from megatron_moe_opt.systems.parm import PARM
 
 SIZES = (1, 2**40)  # all sizes are between: the curve is the line
 NOTHING = AlphaBeta(0.0, 1e-30)
-JOINT_A2A, AG_MP = (Kind.ALL_TO_ALL, JOINT), (Kind.ALL_GATHER, "tp")
+JOINT_A2A, AG_MP = (Kind.ALL_TO_ALL, JOINT_GROUP), (Kind.ALL_GATHER, "tp")
 EP_A2A, ETP_AG, ETP_RS = (Kind.ALL_TO_ALL, "ep"), (Kind.ALL_GATHER, "expert-tp"), (Kind.REDUCE_SCATTER, "expert-tp")
 COPY = (Kind.COPY, None)
 

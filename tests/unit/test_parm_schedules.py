@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.monta import ChunkBytes
-from megatron_moe_opt.schedules.parm import EXPERT_TP, JOINT, TP, combine_and_gather, outline
+from megatron_moe_opt.schedules.parm import EXPERT_TP, JOINT_GROUP, TP, combine_and_gather, outline
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from tests.schedule_checks import validate, validate_ranks
 
@@ -22,7 +22,10 @@ def test_all_validate(chunks, etp_size, gathered):
     for direction in ("dispatch", "combine"):
         schedule = outline(direction, len(chunks), etp_size).sized(chunks)
         validate(schedule)
-        assert sum(op.size for op in schedule.ops if op.group == JOINT) == sum(c.exchanged for c in chunks) * etp_size
+        assert (
+            sum(op.size for op in schedule.ops if op.group == JOINT_GROUP)
+            == sum(c.exchanged for c in chunks) * etp_size
+        )
     validate(combine_and_gather(gathered, chunks, etp_size))
 
 
@@ -30,7 +33,7 @@ def test_all_validate(chunks, etp_size, gathered):
 def test_ranks_agree_whatever_they_have(num_phases, etp_size, data):
     phases = st.lists(st.builds(ChunkBytes, many_bytes, many_bytes), min_size=num_phases, max_size=num_phases)
     schedules = {rank: combine_and_gather(0, data.draw(phases), etp_size) for rank in range(3)}
-    validate_ranks(schedules, dict.fromkeys((JOINT, TP, EXPERT_TP), [[0, 1, 2]]))
+    validate_ranks(schedules, dict.fromkeys((JOINT_GROUP, TP, EXPERT_TP), [[0, 1, 2]]))
 
 
 @given(st.integers(1, 8), sizes, st.integers(1, 10**6))
@@ -41,7 +44,7 @@ def test_every_phase_is_gathered_when_it_has_come(num_phases, etp_size, size):
     for gather in gathers:
         (before,) = gather.waits_for
         assert ops[before].writes == gather.reads == (f"summed.{gather.chunk}",) and gather.size == 4 * size
-    over_joint = [op for op in ops if op.group == JOINT]
+    over_joint = [op for op in ops if op.group == JOINT_GROUP]
     assert sum(op.size for op in over_joint) == pytest.approx(num_phases * size * etp_size, abs=num_phases)
     # Only the rows of other ranks' experts cross, unless all come at once.
     assert [op.chunk for op in over_joint] == ([0] if num_phases == 1 else list(range(1, num_phases)))

@@ -24,7 +24,7 @@ from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS, MONTA_
 from megatron_moe_opt.planning.training.memory import BytesPerParameter, logits_memory, training_memory
 from megatron_moe_opt.planning.training.step_costs import communication
 from megatron_moe_opt.planning.training.throughput import throughput
-from megatron_moe_opt.schedules.parm import JOINT
+from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.layouts import Layout
@@ -585,7 +585,7 @@ def test_a_cluster_without_some_measurements_is_good_for_the_others(run, tmp_pat
     layout, file = Layout(16, tp=2, ep=4, expert_tp=2), tmp_path / "cluster.json"
     measured = describe(PCIE, layout, 4096, 14336 // 2)
     for missing, system, reason in (
-        ({(Kind.ALL_TO_ALL, JOINT)}, "parm", "no cost curve for all_to_all in group ep x expert-tp"),
+        ({(Kind.ALL_TO_ALL, JOINT_GROUP)}, "parm", "no cost curve for all_to_all in group ep x expert-tp"),
         ({(Kind.OFFLOAD, None), (Kind.PREFETCH, None)}, "mpmoe", "no cost curve for offload"),
     ):
         curves = {key: points for key, points in measured.curves.items() if key not in missing}

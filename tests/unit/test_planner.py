@@ -22,7 +22,7 @@ from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, 
 from megatron_moe_opt.planning.predicting.skew import Skew
 from megatron_moe_opt.row_format import Wire
 from megatron_moe_opt.schedules.mpmoe import token_shares
-from megatron_moe_opt.schedules.parm import JOINT
+from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane
 from megatron_moe_opt.systems.expert_migration import EXPERT_MIGRATION, fastest_domains
 from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION
@@ -42,7 +42,7 @@ def cluster(inter: float = 25 * MB, intra: float = 200 * MB, **changed: object) 
     """2 nodes x 4 ranks: EP 2 between nodes, expert-TP 4 inside them."""
     slow, fast = line(1e-3, inter), line(1e-4, intra)
     gathers = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
-    curves = {(Kind.ALL_TO_ALL, "ep"): slow, (Kind.ALL_TO_ALL, JOINT): slow}
+    curves = {(Kind.ALL_TO_ALL, "ep"): slow, (Kind.ALL_TO_ALL, JOINT_GROUP): slow}
     curves |= {(kind, role): fast for kind in gathers for role in ("expert-tp", "tp")}
     curves |= {(kind, None): line(1e-6, 4000 * MB) for kind in (Kind.COPY, Kind.OFFLOAD, Kind.PREFETCH)}
     gemm = ExpertGemm(1024, 256, "fp32", ((64, 1e-3), (4096, 6e-2)))
@@ -98,7 +98,7 @@ def test_rows_to_all_shards_at_once_in_partitions():
     assert four.seconds < one.seconds and four.inter_bytes == pytest.approx(one.inter_bytes, rel=1e-3)
     assert predicted["mpmoe:4:S4:joint"].inter_bytes > four.inter_bytes  # communicates inputs again
     experts_whole = dataclasses.replace(LAYER, ep=8, etp=1)
-    unmeasured = cluster(curves={key: one for key, one in cluster().curves.items() if JOINT not in key})
+    unmeasured = cluster(curves={key: one for key, one in cluster().curves.items() if JOINT_GROUP not in key})
     for layer, measured, reason in (
         (experts_whole, cluster(), "experts are whole: its all-to-all is that of mpmoe by rows"),
         (LAYER, unmeasured, "no all-to-all over expert parallelism and expert-TP together was measured"),

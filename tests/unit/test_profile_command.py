@@ -14,7 +14,7 @@ from megatron_moe_opt.cli.ranks import adopt_slurm_ranks
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.bus_bandwidth import bus_of
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
-from megatron_moe_opt.schedules.parm import JOINT
+from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from tests.ranks.job import output_of
 
@@ -126,7 +126,7 @@ def _printed(table):
         (Kind.ALL_TO_ALL, "ep", 4, "inter-node", 3.0),
         (Kind.ALL_GATHER, "tp", 2, "intra-node", 2.0),
         (Kind.REDUCE_SCATTER, "dp", 4, "inter-node", 3.0),
-        (Kind.ALL_TO_ALL, JOINT, 8, "inter-node", 3.5),
+        (Kind.ALL_TO_ALL, JOINT_GROUP, 8, "inter-node", 3.5),
         (Kind.ALL_TO_ALL, "tokens of 2 ranks at level 0 of 2x2", 2, "inter-node", 2.0),
         (Kind.ALL_GATHER, "experts of 2 ranks at level 1 of 2x2", 2, "intra-node", 2.0),
     ],

@@ -31,7 +31,7 @@ from megatron_moe_opt.planning.predicting.parm import ParmFits, algorithm_1
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.planning.training.throughput import GpuSpeed
 from megatron_moe_opt.schedules.monta import EXPERT_TP
-from megatron_moe_opt.schedules.parm import JOINT, TP
+from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
 from megatron_moe_opt.systems.monta import MONTA
 from megatron_moe_opt.systems.parm import PARM
 from megatron_moe_opt.topology.layouts import Layout
@@ -65,7 +65,7 @@ TABLE_IV: dict[str, dict[tuple[int, int], tuple[float, float, float, float]]] = 
 def _cluster(testbed: str, n_mp: int, n_esp: int) -> Cluster:
     known, gpus = TESTBEDS[testbed]
     cluster = describe(known, Layout(gpus, tp=n_mp, ep=gpus // n_esp, expert_tp=n_esp), 1024, 1024, "fp32")
-    used = ("ep", EXPERT_TP, TP, JOINT, None)  # no expert travels here
+    used = ("ep", EXPERT_TP, TP, JOINT_GROUP, None)  # no expert travels here
     return replace(cluster, curves={key: points for key, points in cluster.curves.items() if key[1] in used})
 
 

@@ -27,10 +27,10 @@ from megatron_moe_opt.planning.costs.known_clusters import GIB
 from megatron_moe_opt.planning.predicting.baselines import baselines
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.mpmoe import HOPS
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, told_together
 from megatron_moe_opt.planning.training.known_models import MONTA_CHOICES
 from megatron_moe_opt.planning.training.step_costs import STAGES
+from megatron_moe_opt.schedules.mpmoe import HOPS
 from megatron_moe_opt.schedules.schedule import CODEC, Kind
 from megatron_moe_opt.schedules.timeline import numbered, one_after_another
 from megatron_moe_opt.systems.system import FLAG, PREFIX

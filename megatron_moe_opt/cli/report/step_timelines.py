@@ -22,8 +22,9 @@ from megatron_moe_opt.planning.choosing.choice import check_choice
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.monta import PASSES
-from megatron_moe_opt.planning.predicting.mpmoe import HOPS, costs_of
+from megatron_moe_opt.planning.predicting.mpmoe import costs_of
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
+from megatron_moe_opt.schedules.mpmoe import HOPS
 from megatron_moe_opt.schedules.schedule import Op
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
 from megatron_moe_opt.systems.mpmoe import MPMOE

@@ -32,7 +32,7 @@ from megatron_moe_opt.planning.costs.curves import CostCurve, Costs, Slowdown
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import even_chunks
-from megatron_moe_opt.schedules.parm import JOINT, TP
+from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
 from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane
 from megatron_moe_opt.topology.nodes import discover_nodes
 from megatron_moe_opt.topology.process_groups import COMMUNICATOR_BYTES
@@ -45,7 +45,7 @@ GEMM_ROWS = tuple(16 * 2**power for power in range(13))  # up to 65536
 # Curves end with an op that takes longer: from there on, time grows with the bytes. Those of experts' groups, on which
 # choices rest most, are measured further.
 LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
-EXPERT_GROUPS = ("ep", "expert-tp", JOINT)
+EXPERT_GROUPS = ("ep", "expert-tp", JOINT_GROUP)
 SLOWDOWN_SHARES = 3
 """How many shares of the time the measurement of lanes side by side gets."""
 PART_OF_ROOM = 1 / 8
@@ -242,7 +242,7 @@ class _Measured:
         gather.
         """
         share, groups = self.share(), self._groups
-        if not {JOINT, TP} <= groups.keys():
+        if not {JOINT_GROUP, TP} <= groups.keys():
             return None
         of_experts = expert_groups(groups)
         pipeline = loads.combine_and_gather(rows, of_experts, groups[TP], overlap=True)

@@ -14,7 +14,7 @@ from megatron_moe_opt.integration.measuring import loads
 from megatron_moe_opt.integration.measuring.loads import Rows
 from megatron_moe_opt.integration.measuring.meter import Load
 from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, INSIDE, ONE_RANK
-from megatron_moe_opt.schedules.parm import JOINT
+from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.nodes import NodeMap
@@ -28,7 +28,7 @@ _INTRA: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
 _INTER: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
     ("dp", (loads.reduce_scatter, loads.all_gather)),
     ("cp", (loads.reduce_scatter, loads.all_gather)),
-    (JOINT, (loads.all_to_all,)),
+    (JOINT_GROUP, (loads.all_to_all,)),
     ("ep", (loads.all_to_all,)),
 )
 
@@ -42,18 +42,20 @@ def megatron_groups() -> dict[str, ProcessGroup]:
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "cp": parallel_state.get_context_parallel_group(),
-        JOINT: parallel_state.get_expert_tensor_and_model_parallel_group(),
+        JOINT_GROUP: parallel_state.get_expert_tensor_and_model_parallel_group(),
         "ep": parallel_state.get_expert_model_parallel_group(),
     }
     if max(groups["tp"].size(), groups["expert-tp"].size()) == 1:
-        del groups[JOINT]
+        del groups[JOINT_GROUP]
     several = {role for role, group in groups.items() if group.size() > 1}
-    return {role: group for role, group in groups.items() if role in several or (role == "ep" and JOINT in several)}
+    return {
+        role: group for role, group in groups.items() if role in several or (role == "ep" and JOINT_GROUP in several)
+    }
 
 
 def expert_groups(groups: Mapping[str, ProcessGroup]) -> ExpertGroups:
     """Returns those of `megatron_groups` that a MoE layer communicates over. Without a joint one EP's is it."""
-    return ExpertGroups(groups["ep"], groups.get("expert-tp"), groups.get(JOINT, groups["ep"]))
+    return ExpertGroups(groups["ep"], groups.get("expert-tp"), groups.get(JOINT_GROUP, groups["ep"]))
 
 
 @contextmanager

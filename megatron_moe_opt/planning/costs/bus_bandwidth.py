@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from megatron_moe_opt.schedules.parm import JOINT
+from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.layouts import JOINT_ROLES, ROLES
 
@@ -64,7 +64,7 @@ def _ranks(world: World, group: str) -> tuple[int, ...] | None:
     """Returns the first group of a role."""
     if group in ROLES:
         return world.layout.first_group(group)
-    if group == JOINT:
+    if group == JOINT_GROUP:
         return world.layout.first_group(*JOINT_ROLES)
     domains = _DOMAINS.fullmatch(group)
     if domains is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.schedules.hops import role
-from megatron_moe_opt.schedules.parm import JOINT, TP
+from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
 from megatron_moe_opt.schedules.schedule import Op
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.layouts import JOINT_ROLES
@@ -23,7 +23,7 @@ class LinkBytes:
         world = cluster.world
         layout = world.layout
         self._ranks = {role: layout.first_group(role) for role in ("ep", "expert-tp", TP)}
-        self._ranks[JOINT] = layout.first_group(*JOINT_ROLES)
+        self._ranks[JOINT_GROUP] = layout.first_group(*JOINT_ROLES)
         for level in range(0 if domains is None else domains.levels):
             of_level = domains.all_to_all_groups(level)[0], domains.gather_groups(level)[0]
             for name, group in zip((role(level), f"experts.{level}"), of_level, strict=True):

@@ -25,11 +25,14 @@ from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction
 from megatron_moe_opt.schedules import parm
 from megatron_moe_opt.schedules.hops import HopStages, level_of
 from megatron_moe_opt.schedules.mpmoe import (
+    HOPS,
     INPUT_GRADIENTS,
     INPUTS,
+    JOINT,
     NONE,
     OUTPUT_GRADIENTS,
     OUTPUTS,
+    ROWS,
     STRATEGIES,
     Partition,
     Restore,
@@ -43,11 +46,6 @@ from megatron_moe_opt.schedules.mpmoe import (
 from megatron_moe_opt.schedules.pipeline import Stage, Stages
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from megatron_moe_opt.topology.domains import ExpertDomains, stationary
-
-ROWS, HOPS, JOINT = "rows", "hops", "joint"
-"""The ways: a row for each expert of a token; a token once over every link; or a row at once for each shard of each of
-its experts.
-"""
 
 
 @dataclass(frozen=True)
@@ -227,6 +225,6 @@ def no_joint(layer: LayerOnCluster) -> str | None:
     """
     if layer.workload.etp == 1:
         return f"experts are whole: its all-to-all is that of mpmoe by {ROWS}"
-    if (Kind.ALL_TO_ALL, parm.JOINT) not in layer.costs.curves:
+    if (Kind.ALL_TO_ALL, parm.JOINT_GROUP) not in layer.costs.curves:
         return "no all-to-all over expert parallelism and expert-TP together was measured: moe-opt profile --expert-tp"
     return None

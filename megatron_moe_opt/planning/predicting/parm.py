@@ -24,7 +24,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.monta import training_passes
 from megatron_moe_opt.schedules import parm
 from megatron_moe_opt.schedules.monta import even_chunks
-from megatron_moe_opt.schedules.parm import JOINT, TP
+from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline
 
@@ -64,7 +64,7 @@ def algorithm_1(layer: LayerWorkload, tokens: int, fits: ParmFits) -> str:
     return "S1" if t_d1 <= t_d2 else "S2"
 
 
-_ALL_TO_ALL = Op(Kind.ALL_TO_ALL, Lane.INTER, group=JOINT)
+_ALL_TO_ALL = Op(Kind.ALL_TO_ALL, Lane.INTER, group=JOINT_GROUP)
 _ALL_GATHER = Op(Kind.ALL_GATHER, Lane.INTRA, group=TP)
 
 
@@ -87,7 +87,7 @@ def s2_timelines(layer: LayerWorkload, tokens: int, cluster: Cluster, uneven: fl
         arrived = one.exchanged * layer.etp
         ops = (
             Op(Kind.COPY, Lane.COPY, size=arrived),
-            Op(Kind.ALL_TO_ALL, Lane.INTER, size=arrived, waits_for=(0,), group=JOINT),
+            Op(Kind.ALL_TO_ALL, Lane.INTER, size=arrived, waits_for=(0,), group=JOINT_GROUP),
             Op(Kind.ALL_GATHER, Lane.INTRA, size=one.exchanged * layer.tp, waits_for=(0,), group=TP),
         )
         begin = costs(ops[0])

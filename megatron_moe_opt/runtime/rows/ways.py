@@ -245,7 +245,7 @@ class EpWithExpertTp(_RowForEveryExpert):
             return steps.sum_parts(added, target, layout.columns)
         by_shard = [blocks_of(counts, shard * num_rows) for shard in range(groups.etp_size)]
         from_ = [by_shard[shard][ep_rank] for ep_rank in range(groups.ep_size) for shard in range(groups.etp_size)]
-        if op.group == parm.JOINT:
+        if op.group == parm.JOINT_GROUP:
             receivers = self._peers(-op.chunk)
             to = [block if joint // groups.etp_size in receivers else (0, 0) for joint, block in enumerate(arrivals)]
             return steps.exchange(reads[0], to, written, from_, groups.joint, "all_to_all")
