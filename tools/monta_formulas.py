@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_moe_opt.planning.costs.curves import Costs
-from megatron_moe_opt.planning.predicting.monta import Pass
+from megatron_moe_opt.planning.predicting.layer_passes import Pass
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.schedule import Lane
 

@@ -22,6 +22,8 @@ from megatron_moe_opt.schedules.pipeline import ChunkBytes, Stage, chunk_by_chun
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline
 
 LEVELS = ("O1", "O2", "O3")
+CHUNK_COUNTS = (1, 2, 4, 8, 16)
+"""The numbers of chunks to choose from."""
 EP = "ep"
 EXPERT_TP = "expert-tp"
 EXCHANGED, GATHERED = attrgetter("exchanged"), attrgetter("gathered")

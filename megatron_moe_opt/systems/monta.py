@@ -11,10 +11,9 @@ from typing import Any
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, BYTES, CHUNKS, one_of
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.predicting.monta import CHUNKS as CHUNK_COUNTS
-from megatron_moe_opt.planning.predicting.monta import Pass
+from megatron_moe_opt.planning.predicting.layer_passes import Pass
 from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction
-from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
+from megatron_moe_opt.schedules.monta import CHUNK_COUNTS, LEVELS, even_chunks
 from megatron_moe_opt.systems.system import (
     CHOOSES,
     PREFIX,

@@ -11,12 +11,11 @@ from typing import Any
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.predicting.monta import CHUNKS as CHUNK_COUNTS
 from megatron_moe_opt.planning.predicting.mpmoe import HopSeconds, no_hops
 from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions, hop_row_bytes
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules import netmoe as hops
-from megatron_moe_opt.schedules.monta import EP, even_chunks
+from megatron_moe_opt.schedules.monta import CHUNK_COUNTS, EP, even_chunks
 from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, ROWS
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 from megatron_moe_opt.systems.monta import (

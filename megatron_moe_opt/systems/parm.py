@@ -11,7 +11,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, one_of
 from megatron_moe_opt.planning.predicting import parm
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.predicting.monta import Pass
+from megatron_moe_opt.planning.predicting.layer_passes import Pass
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.parm import AAS, SCHEDULES, outline

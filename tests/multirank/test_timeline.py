@@ -13,7 +13,7 @@ from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.costs.domain_curves import KINDS, profile_name, realisable_groups
 from megatron_moe_opt.planning.predicting import expert_migration
-from megatron_moe_opt.planning.predicting.monta import PASSES
+from megatron_moe_opt.planning.predicting.layer_passes import PASSES
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.domains import ExpertDomains

@@ -13,7 +13,7 @@ from megatron_moe_opt.cli.bench.recorded_step import RecordedStep
 from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
-from megatron_moe_opt.planning.predicting.monta import training_passes
+from megatron_moe_opt.planning.predicting.layer_passes import training_passes
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.runtime.observed.traffic_rows import INTER_NODE, INTRA_NODE, TrafficRow
 from megatron_moe_opt.schedules import mpmoe

@@ -16,8 +16,8 @@ from megatron_moe_opt.planning.choosing.choice import ChoiceByRows, choose
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.costs.described_cluster import describe
 from megatron_moe_opt.planning.costs.known_clusters import A800_IB200
+from megatron_moe_opt.planning.predicting.layer_passes import Pass, training_passes
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.monta import Pass, training_passes
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import LEVELS

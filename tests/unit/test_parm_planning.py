@@ -14,8 +14,8 @@ from megatron_moe_opt.planning.choosing.choice import ONE_CHUNK, choose, schedul
 from megatron_moe_opt.planning.choosing.equal_times import EQUAL_WITHIN
 from megatron_moe_opt.planning.costs.cluster import Cluster, World
 from megatron_moe_opt.planning.costs.curves import AlphaBeta
-from megatron_moe_opt.planning.predicting import monta
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.layer_passes import training_passes
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.parm import ParmFits, algorithm_1
 from megatron_moe_opt.schedules.parm import JOINT_GROUP
@@ -130,7 +130,7 @@ def test_s1_is_what_the_fused_all_to_all_takes(sizes):
     """And twice the AllGather: of the output and of the input's gradient."""
     tp, ep, etp = sizes
     layer = replace(layer_of(tp, ep, etp), lane_bytes=16, tokens=4096)
-    passes = monta.training_passes(2 * 4096 // tp, 1024, 1040)
+    passes = training_passes(2 * 4096 // tp, 1024, 1040)
     gathers = 2 * (1e-4 + 2e-10 * 4096 * 1024 + 1e-5) if tp > 1 else 0
     (s1, *_) = PARM.candidates(LayerOnCluster(layer, CLUSTER), PARM.open_options)
     alone = [1e-4 + 1e-9 * one.exchanged * etp + 1e-6 + 1e-11 * one.exchanged * etp + 2e-5 for one in passes]

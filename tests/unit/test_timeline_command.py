@@ -12,7 +12,7 @@ from rich.console import Console
 from megatron_moe_opt.cli.report.step_timelines import StepTimelines
 from megatron_moe_opt.cli.report.timeline_files import timelines_table
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
-from megatron_moe_opt.planning.predicting.monta import PASSES
+from megatron_moe_opt.planning.predicting.layer_passes import PASSES
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from tests.ranks.job import output_of
 from tests.unit.schedule_cases import timeline_of

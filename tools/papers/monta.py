@@ -8,7 +8,7 @@ from functools import cache
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.costs.described_cluster import describe
 from megatron_moe_opt.planning.costs.known_clusters import A800_IB200, ADIRA, B200_NVL72, GB, H100_IB400, MB
-from megatron_moe_opt.planning.predicting.monta import Pass, training_passes
+from megatron_moe_opt.planning.predicting.layer_passes import Pass, training_passes
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS, MONTA_CHOICES
 from megatron_moe_opt.planning.training.memory import (

@@ -21,7 +21,7 @@ from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
 from megatron_moe_opt.planning.choosing.choice import check_choice
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.predicting.monta import PASSES
+from megatron_moe_opt.planning.predicting.layer_passes import PASSES
 from megatron_moe_opt.planning.predicting.mpmoe import costs_of
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.schedules.mpmoe import HOPS

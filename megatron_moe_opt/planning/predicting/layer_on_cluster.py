@@ -12,8 +12,8 @@ from megatron_moe_opt.planning.costs.cluster import OURS, Cluster
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.costs.link_bytes import LinkBytes
+from megatron_moe_opt.planning.predicting.layer_passes import Pass, training_passes
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.monta import Pass, training_passes
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
 from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction
 from megatron_moe_opt.planning.predicting.simulator import lane_rate

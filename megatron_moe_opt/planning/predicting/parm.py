@@ -20,8 +20,8 @@ from math import ceil
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.costs.curves import AlphaBeta, CostCurve
+from megatron_moe_opt.planning.predicting.layer_passes import training_passes
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.monta import training_passes
 from megatron_moe_opt.schedules import parm
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP

@@ -9,7 +9,6 @@ from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.pipeline import ChunkBytes
 from megatron_moe_opt.schedules.schedule import Schedule
 
-CHUNKS = (1, 2, 4, 8, 16)
 PASSES = ("forward dispatch", "forward combine", "backward of combine", "backward of dispatch")
 """The names of what `training_passes` returns, in its order."""
 
