@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.dispatchers.agreed_profile import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.dispatchers.agreed_profile import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.choice import choose, schedule_seconds

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_moe_opt.dispatchers.pipelining import agreed_choices, agreed_cluster
+from megatron_moe_opt.dispatchers.agreed_profile import agreed_choices, agreed_cluster
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload

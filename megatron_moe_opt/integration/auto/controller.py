@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.dispatchers.agreed_profile import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say, say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto import memory_room
