@@ -20,6 +20,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction, Refusal
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from megatron_moe_opt.schedules.timeline import Timeline
+from megatron_moe_opt.systems.megatron_config import given_flag, quantization
 from megatron_moe_opt.systems.system import (
     CHOOSES,
     FLAG,
@@ -31,9 +32,7 @@ from megatron_moe_opt.systems.system import (
     System,
     check_first_pass,
     chosen_by_profile,
-    given_flag,
     option,
-    quantization,
     shown,
 )
 from megatron_moe_opt.topology.domains import ExpertDomains

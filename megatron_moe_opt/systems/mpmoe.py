@@ -27,6 +27,7 @@ from megatron_moe_opt.systems.expert_migration import (
     domain_word,
     domains_of,
 )
+from megatron_moe_opt.systems.megatron_config import given_flag, quantization, recomputed_modules, repeats_moe_layers
 from megatron_moe_opt.systems.system import (
     CHOOSES,
     FLAG,
@@ -37,11 +38,7 @@ from megatron_moe_opt.systems.system import (
     SharedOptions,
     System,
     chosen_by_profile,
-    given_flag,
     option,
-    quantization,
-    recomputed_modules,
-    repeats_moe_layers,
     shown,
 )
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable

@@ -18,6 +18,7 @@ from megatron_moe_opt.schedules import netmoe as hops
 from megatron_moe_opt.schedules.monta import CHUNK_COUNTS, EP, even_chunks
 from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, ROWS
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
+from megatron_moe_opt.systems.megatron_config import given_flag, quantization, recomputed_modules, repeats_moe_layers
 from megatron_moe_opt.systems.monta import (
     DEFAULT_CHUNKS,
     MontaOptions,
@@ -27,17 +28,7 @@ from megatron_moe_opt.systems.monta import (
     pipelining,
 )
 from megatron_moe_opt.systems.mpmoe import check_levels
-from megatron_moe_opt.systems.system import (
-    FLAG,
-    PREFIX,
-    Grammar,
-    Run,
-    System,
-    given_flag,
-    quantization,
-    recomputed_modules,
-    repeats_moe_layers,
-)
+from megatron_moe_opt.systems.system import FLAG, PREFIX, Grammar, Run, System
 from megatron_moe_opt.topology.domains import stationary
 
 NAME = "netmoe"

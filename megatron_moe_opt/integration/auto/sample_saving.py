@@ -20,8 +20,9 @@ from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.planning.traces.routing_replay import decided_share, replay
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.systems import moves_samples
+from megatron_moe_opt.systems.megatron_config import quantization, repeats_moe_layers
 from megatron_moe_opt.systems.netmoe import NETMOE
-from megatron_moe_opt.systems.system import FLAG, quantization, repeats_moe_layers
+from megatron_moe_opt.systems.system import FLAG
 from megatron_moe_opt.topology.agreement import known_to_all
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.sample_holders import SampleHolders

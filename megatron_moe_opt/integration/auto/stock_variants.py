@@ -21,7 +21,7 @@ from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Refusal
 from megatron_moe_opt.runtime.job.job_store import job_store
-from megatron_moe_opt.systems.system import quantization
+from megatron_moe_opt.systems.megatron_config import quantization
 from megatron_moe_opt.variants import FLEX
 
 ALLGATHER = "allgather"

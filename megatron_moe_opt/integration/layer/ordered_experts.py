@@ -28,7 +28,8 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.planning.offline.expert_order import ExpertOrder, order_of_layer, read_expert_order
 from megatron_moe_opt.runtime.engine.collectives import all_to_all_rows
-from megatron_moe_opt.systems.system import PREFIX, given_flag, quantization
+from megatron_moe_opt.systems.megatron_config import given_flag, quantization
+from megatron_moe_opt.systems.system import PREFIX
 
 FLAG = f"{PREFIX}expert-order"
 _SAVED_BY_PLACE = (
