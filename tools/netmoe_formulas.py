@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megatron_moe_opt.planning.costs.curves import AlphaBeta
 from megatron_moe_opt.planning.costs.known_clusters import KnownCluster
-from megatron_moe_opt.planning.predicting.netmoe import Volume
+from megatron_moe_opt.planning.predicting.placement_volume import Volume
 
 
 @dataclass(frozen=True)

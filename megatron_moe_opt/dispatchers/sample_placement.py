@@ -27,7 +27,8 @@ import numpy as np
 import torch
 
 from megatron_moe_opt.kernels import place_samples
-from megatron_moe_opt.planning.predicting.netmoe import NextLayerPrediction, known_of_samples, settle
+from megatron_moe_opt.planning.predicting.next_layer import NextLayerPrediction, known_of_samples
+from megatron_moe_opt.planning.predicting.placement_volume import settle
 from megatron_moe_opt.planning.predicting.sample_costs import SampleCosts
 from megatron_moe_opt.runtime.job.forks import Pending, cached_until_fork
 from megatron_moe_opt.runtime.moving_samples.sample_counts import Room, SampleCounts

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from megatron_moe_opt.dispatchers.sample_placement import Decision
-from megatron_moe_opt.planning.predicting.netmoe import moved_shares
+from megatron_moe_opt.planning.predicting.placement_volume import moved_shares
 from megatron_moe_opt.planning.predicting.sample_costs import RowCosts, SampleCosts
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 

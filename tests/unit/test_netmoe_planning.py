@@ -1,4 +1,4 @@
-"""planning/predicting/netmoe.py: the paper's examples, and brute force."""
+"""planning/predicting/placement_volume.py and next_layer.py: the paper's examples, and brute force."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.kernels import place_samples
-from megatron_moe_opt.planning.predicting import netmoe
-from megatron_moe_opt.planning.predicting.netmoe import (
-    WINDOW,
-    WINDOW_PASSES,
-    NextLayerPrediction,
+from megatron_moe_opt.planning.predicting import next_layer
+from megatron_moe_opt.planning.predicting.next_layer import WINDOW, WINDOW_PASSES, NextLayerPrediction, known_of_samples
+from megatron_moe_opt.planning.predicting.placement_volume import (
     Volume,
-    known_of_samples,
     moved_shares,
     placement_volume,
     settle,
@@ -161,9 +158,9 @@ def test_order_of_experts_changes_no_bit(seed):
 @given(st.integers(0, 2**24))
 def test_shares_are_so_coarse_that_sums_are_exact(most):
     """A sample of a very long sequence may have that many tokens for one expert more than the mean."""
-    bits = netmoe._share_bits(np.array([[0.0, float(most)], [-1.0, 2.0]]))
-    assert (bits == netmoe.SHARE_BITS) == (most < 2**16)
-    assert netmoe.WINDOW * max(most, 2) * netmoe.MAX_SHARE * 2.0**bits < 2**53
+    bits = next_layer._share_bits(np.array([[0.0, float(most)], [-1.0, 2.0]]))
+    assert (bits == next_layer.SHARE_BITS) == (most < 2**16)
+    assert next_layer.WINDOW * max(most, 2) * next_layer.MAX_SHARE * 2.0**bits < 2**53
 
 
 def test_what_no_linear_map_can_say_is_predicted():

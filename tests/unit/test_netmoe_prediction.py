@@ -7,7 +7,8 @@ from statistics import median
 import numpy as np
 
 from megatron_moe_opt.kernels import place_samples
-from megatron_moe_opt.planning.predicting.netmoe import NextLayerPrediction, placement_volume, tokens_by_device
+from megatron_moe_opt.planning.predicting.next_layer import NextLayerPrediction
+from megatron_moe_opt.planning.predicting.placement_volume import placement_volume, tokens_by_device
 
 DEVICES, NODE = 8, np.arange(8) // 4
 LEARNT, MEASURED = 10, 20  # passes

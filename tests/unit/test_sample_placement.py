@@ -10,7 +10,7 @@ import torch
 
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder
 from megatron_moe_opt.dispatchers.sample_traffic import SampleRowBytes, SampleTraffic
-from megatron_moe_opt.planning.predicting.netmoe import NextLayerPrediction
+from megatron_moe_opt.planning.predicting.next_layer import NextLayerPrediction
 from megatron_moe_opt.planning.predicting.sample_costs import RowCosts
 from megatron_moe_opt.runtime.moving_samples.sample_counts import SampleCounts
 from megatron_moe_opt.topology.sample_holders import SampleHolders

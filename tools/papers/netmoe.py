@@ -17,7 +17,7 @@ from megatron_moe_opt.planning.offline.expert_order import stock_devices
 from megatron_moe_opt.planning.predicting.baselines import fastermoe, fastmoe
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.netmoe import Volume, placement_volume
+from megatron_moe_opt.planning.predicting.placement_volume import Volume, placement_volume
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.planning.traces.routing_generator import TABLE5, like_table5
 from megatron_moe_opt.planning.traces.routing_replay import replay

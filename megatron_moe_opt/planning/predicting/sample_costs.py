@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_moe_opt.planning.predicting.netmoe import Volume, placement_volume, tokens_by_device
+from megatron_moe_opt.planning.predicting.placement_volume import Volume, placement_volume, tokens_by_device
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 

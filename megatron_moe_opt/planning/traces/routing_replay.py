@@ -19,10 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_moe_opt.planning.predicting.netmoe import (
-    NextLayerPrediction,
+from megatron_moe_opt.planning.predicting.next_layer import NextLayerPrediction, known_of_samples
+from megatron_moe_opt.planning.predicting.placement_volume import (
     Volume,
-    known_of_samples,
     moved_shares,
     placement_volume,
     tokens_by_device,
