@@ -99,8 +99,8 @@ class slow_copies:
         from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall
 
         self.places = [
-            (offload.HostCopyOf, "__init__"),
-            (offload.HostCopyOf, "to_device"),
+            (offload.OffloadedTensor, "__init__"),
+            (offload.OffloadedTensor, "to_device"),
             (ExpertCall, "forward"),
             (expert_pipeline.steps, "run_now"),
         ]

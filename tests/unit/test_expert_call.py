@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY, HostCopyOf, Kept
+from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY, Kept, OffloadedTensor
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import _Sum
 from megatron_moe_opt.runtime.through_experts.products import Products
@@ -47,10 +47,10 @@ def come_back(call: ExpertCall) -> None:
 @pytest.mark.parametrize(("number", "taken"), [(600, 1024), (1024, 1024)])
 def test_pinned_copies_are_counted_as_pytorch_rounds_them(monkeypatch, number, taken):
     tensor = torch.ones(number, dtype=torch.uint8)
-    copy = HostCopyOf(tensor)
+    copy = OffloadedTensor(tensor)
     assert HOST_MEMORY.used == number
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
-    copy = HostCopyOf(tensor)
+    copy = OffloadedTensor(tensor)
     assert HOST_MEMORY.used == taken
     del copy
     assert HOST_MEMORY.used == 0

@@ -34,7 +34,7 @@ class HostMemory:
 HOST_MEMORY = HostMemory()
 
 
-class HostCopyOf:
+class OffloadedTensor:
     """A copy on the host of a contiguous tensor's bytes, in pinned memory where the tensor is on a GPU.
 
     Copies are queued on the current stream. The device tensor stays the caller's, who frees it when its own stream has
@@ -84,7 +84,7 @@ class Kept:
 
     def __init__(self, on_host: bool) -> None:
         self.on_host = on_host
-        self._kept: torch.Tensor | HostCopyOf | None = None
+        self._kept: torch.Tensor | OffloadedTensor | None = None
 
     def __bool__(self) -> bool:
         return self._kept is not None
@@ -96,7 +96,7 @@ class Kept:
         elif self._kept is not None and self._kept.fits(tensor):
             self._kept.overwrite(tensor)  # PyTorch cannot reuse pinned memory before its copies are done
         else:
-            self._kept = HostCopyOf(tensor)
+            self._kept = OffloadedTensor(tensor)
 
     def get(self) -> torch.Tensor:
         """Returns the tensor; from the host a new one, so that whoever changes it must put it again."""

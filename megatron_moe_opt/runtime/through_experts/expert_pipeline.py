@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.executor import executor
-from megatron_moe_opt.runtime.engine.offload import HostCopyOf
+from megatron_moe_opt.runtime.engine.offload import OffloadedTensor
 from megatron_moe_opt.runtime.engine.recomputation import saved_tensors_are_hooked
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
@@ -130,7 +130,7 @@ class _Pass:
         """Buffers of the forward pass that backward reads."""
         self.rows: torch.Tensor | None = None
         """Packed rows, kept where they are communicated again."""
-        self.host_tokens: dict[int, HostCopyOf] = {}
+        self.host_tokens: dict[int, OffloadedTensor] = {}
 
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
         """Sends rows to the experts and returns the rows that are back where they came from."""
@@ -166,7 +166,7 @@ class _Pass:
                 return steps.call(partial(compute, j, tokens))
             if op.kind is Kind.OFFLOAD and target == "host_tokens":
                 tokens = buffers.rows(op.reads[0], j)
-                return steps.call(lambda: self.host_tokens.update({j: HostCopyOf(tokens)}))
+                return steps.call(lambda: self.host_tokens.update({j: OffloadedTensor(tokens)}))
             if op.kind is Kind.OFFLOAD:
                 return steps.call(self.calls[j].offload_middle)
             return self._move(op, buffers, probs[j], lambda: outputs[j])

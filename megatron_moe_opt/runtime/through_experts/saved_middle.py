@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_moe_opt.runtime.engine.offload import HostCopyOf
+from megatron_moe_opt.runtime.engine.offload import OffloadedTensor
 from megatron_moe_opt.runtime.through_experts.products import Products
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts
 
@@ -33,7 +33,7 @@ class _Block:
 
     device: torch.Tensor | None
     num_bytes: int
-    host: HostCopyOf | None = None
+    host: OffloadedTensor | None = None
     is_activation: bool = False
     """Whether the block is computed again, and never offloaded."""
 
@@ -150,7 +150,7 @@ class SavedMiddle:
         for block in self._blocks.values():
             num_bytes[block.is_activation] += block.num_bytes
             if not block.is_activation:
-                block.host = HostCopyOf(block.device)
+                block.host = OffloadedTensor(block.device)
         return num_bytes[0], num_bytes[1]
 
     def free(self) -> None:
