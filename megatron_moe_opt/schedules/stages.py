@@ -12,7 +12,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 @dataclass(frozen=True)
-class Stages:
+class PassInstants:
     """When one pass of a layer came to its stages, in seconds since the recording began."""
 
     direction: str
@@ -43,7 +43,7 @@ class Stages:
         yield Op(Kind.PERMUTE, Lane.COMPUTE), self.exchange_end, self.end
 
 
-def whole_step(name: str, stages: Sequence[Stages], schedules: Sequence[Timeline]) -> Timeline:
+def whole_step(name: str, stages: Sequence[PassInstants], schedules: Sequence[Timeline]) -> Timeline:
     """Returns the step from its first stage to its last, with the schedules where they ran, and a part a direction.
 
     Experts that a schedule runs itself are shown there. A dispatcher without schedules is shown by its stages alone:

@@ -22,7 +22,7 @@ from megatron_moe_opt.schedules.hops import HopBytes, HopStages
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Kind
-from megatron_moe_opt.schedules.stages import Stages
+from megatron_moe_opt.schedules.stages import PassInstants
 from megatron_moe_opt.topology.nodes import NodeMap
 
 _RATES = {
@@ -38,8 +38,8 @@ _RATES = {
 COSTS = Costs({key: CostCurve(((1 << 20, (1 << 20) / rate),)) for key, rate in _RATES.items()}, overhead=1e-4)
 ROWS, ROW_BYTES = 1024, 2048
 STAGES = (
-    Stages("forward", 1.0, 1.01, ((1.2, 1.25),), 1.4, 1.42),
-    Stages("backward", 1.45, 1.46, ((1.6, 1.7),), 1.9, 1.95),
+    PassInstants("forward", 1.0, 1.01, ((1.2, 1.25),), 1.4, 1.42),
+    PassInstants("backward", 1.45, 1.46, ((1.6, 1.7),), 1.9, 1.95),
 )
 """The stages of a layer without schedules of ours."""
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "send")

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from megatron_moe_opt.schedules import monta, mpmoe, netmoe, parm
-from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages, role
+from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages, level_group
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Op, Schedule
@@ -23,8 +23,8 @@ MEMBERS = {
     "expert-tp": [(0, 1), (2, 3)],
     parm.JOINT_GROUP: [(0, 1, 2, 3)],
     parm.TP: [(0, 1), (2, 3)],
-    role(0): [(0, 2), (1, 3)],
-    role(1): [(0, 1), (2, 3)],
+    level_group(0): [(0, 2), (1, 3)],
+    level_group(1): [(0, 1), (2, 3)],
 }
 
 

@@ -25,7 +25,7 @@ from megatron_moe_opt.planning.costs.known_clusters import (
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting import parm
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.training.step_costs import STAGES
+from megatron_moe_opt.planning.training.step_costs import PP_NEIGHBOURS
 from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.layouts import Layout
@@ -214,7 +214,7 @@ def test_one_queue_is_planned_for_where_megatron_asks_for_it(known, layout, one_
 
 def test_stages_are_as_far_apart_as_the_farthest_neighbours():
     """Of 16 stages of 4 GPUs every other pair lies in one node of 8, and the others on two nodes."""
-    key = Kind.ALL_GATHER, STAGES
+    key = Kind.ALL_GATHER, PP_NEIGHBOURS
     layouts = Layout(64, tp=4, pp=16), Layout(16, tp=8, pp=2)
     several, on_two_nodes = (describe(H100_IB400, layout, 1024, 1024).curves[key] for layout in layouts)
     assert several == on_two_nodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_moe_opt.schedules.stages import Stages, whole_step
+from megatron_moe_opt.schedules.stages import PassInstants, whole_step
 from megatron_moe_opt.schedules.timeline import Timeline, as_they_ran, numbered, one_after_another
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class RecordedStep:
     rank: int
     timelines: tuple[Timeline, ...]
     """The recorded timelines; those that ran beside the others come last."""
-    stages: tuple[Stages, ...] = ()
+    stages: tuple[PassInstants, ...] = ()
     """The stages of the layer, forward and backward; empty where they were not observed."""
 
     @property

@@ -29,7 +29,7 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, told_together
 from megatron_moe_opt.planning.training.known_models import MONTA_CHOICES
-from megatron_moe_opt.planning.training.step_costs import STAGES
+from megatron_moe_opt.planning.training.step_costs import PP_NEIGHBOURS
 from megatron_moe_opt.schedules.mpmoe import HOPS
 from megatron_moe_opt.schedules.schedule import CODEC, Kind
 from megatron_moe_opt.schedules.timeline import numbered, one_after_another
@@ -310,7 +310,7 @@ def _costs_table(site: Site, workload: LayerWorkload) -> Table:
     costs = costs_with_experts(workload, site.cluster)
     own = workload.rows * workload.row_bytes
     for (kind, group), curve in costs.curves.items():
-        if group in ("dp", "expert-dp", "cp", STAGES):
+        if group in ("dp", "expert-dp", "cp", PP_NEIGHBOURS):
             continue  # no part of a MoE layer
         size = own if kind is Kind.ALL_TO_ALL and group == "ep" else own * workload.etp
         if group == "tp":

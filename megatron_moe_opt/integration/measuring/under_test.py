@@ -27,7 +27,7 @@ from megatron_moe_opt.integration.registry import without_model
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.runtime.engine.recording import clock, recording
 from megatron_moe_opt.runtime.observed.layer_pass import Direction, Instant
-from megatron_moe_opt.schedules.stages import BACKWARD, FORWARD, Stages
+from megatron_moe_opt.schedules.stages import BACKWARD, FORWARD, PassInstants
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.variants import FLEX, split_variant
 
@@ -117,7 +117,7 @@ class LayerUnderTest:
         output.backward(self.output_grad)
         return output
 
-    def observed_step(self) -> tuple[list[Timeline], list[Stages]]:
+    def observed_step(self) -> tuple[list[Timeline], list[PassInstants]]:
         """Returns the timelines of the schedules of one step, which all ranks begin together, and when the layer's
         passes came to their stages: none of these unless it is watched.
         """
@@ -151,10 +151,10 @@ class LayerUnderTest:
         return output, grads
 
 
-def _stages(name: str, direction: Direction, seconds: Callable[[Instant], float]) -> Stages:
+def _stages(name: str, direction: Direction, seconds: Callable[[Instant], float]) -> PassInstants:
     edges = direction.begin, direction.exchange_begin, direction.exchange_end, direction.end
     begin, exchange_begin, exchange_end, end = map(seconds, edges)
-    return Stages(name, begin, exchange_begin, tuple(direction.merged_calls(seconds)), exchange_end, end)
+    return PassInstants(name, begin, exchange_begin, tuple(direction.merged_calls(seconds)), exchange_end, end)
 
 
 @dataclass

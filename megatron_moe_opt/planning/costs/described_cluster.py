@@ -26,7 +26,7 @@ from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster, Expert
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.costs.domain_curves import KINDS, profile_name, realisable_groups
 from megatron_moe_opt.planning.costs.known_clusters import Fabric, KnownCluster
-from megatron_moe_opt.planning.training.step_costs import STAGES
+from megatron_moe_opt.planning.training.step_costs import PP_NEIGHBOURS
 from megatron_moe_opt.row_format import ELEMENT_BYTES
 from megatron_moe_opt.schedules import parm
 from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
@@ -83,12 +83,12 @@ def describe(
         "expert-dp": (("expert-dp",), gathered),
         JOINT_GROUP: (JOINT_ROLES, (Kind.ALL_TO_ALL,)),
         "ep": (("ep",), (Kind.ALL_TO_ALL,)),
-        STAGES: (("pp",), (Kind.ALL_GATHER,)),
+        PP_NEIGHBOURS: (("pp",), (Kind.ALL_GATHER,)),
     }
     for name, (roles, kinds) in groups.items():
         members = layout.groups(*roles, unit=_unit(levels))
         if len(members[0]) > 1:
-            if name == STAGES:
+            if name == PP_NEIGHBOURS:
                 members = tuple(pair for group in members for pair in pairwise(group))
             points = _slowest(levels, _places(levels, members), in_rings=name in ("dp", "expert-dp"))
             curves |= {(kind, name): points for kind in kinds}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from megatron_moe_opt.schedules.hops import role
+from megatron_moe_opt.schedules.hops import level_group
 from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
 from megatron_moe_opt.schedules.schedule import Op
 from megatron_moe_opt.topology.domains import ExpertDomains
@@ -26,7 +26,7 @@ class LinkBytes:
         self._ranks[JOINT_GROUP] = layout.first_group(*JOINT_ROLES)
         for level in range(0 if domains is None else domains.levels):
             of_level = domains.all_to_all_groups(level)[0], domains.gather_groups(level)[0]
-            for name, group in zip((role(level), f"experts.{level}"), of_level, strict=True):
+            for name, group in zip((level_group(level), f"experts.{level}"), of_level, strict=True):
                 self._ranks[name] = tuple(self._ranks["ep"][one] for one in group)
         self._nodes = world.nodes
         self._elsewhere = {role: self._on_other_nodes(group) for role, group in self._ranks.items()}

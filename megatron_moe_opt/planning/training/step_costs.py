@@ -11,7 +11,7 @@ from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.layouts import Layout
 
-STAGES = "neighbouring stages"
+PP_NEIGHBOURS = "neighbouring stages"
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,6 @@ def communication(
     stages = model.telling_stages(layout)
     of_tokens = tokens * model.hidden * element_bytes
     # Two neighbours that gather send half of what they have together.
-    between_stages = 2 * seconds(Kind.ALL_GATHER, STAGES, 2 * of_tokens / layout.tp)
+    between_stages = 2 * seconds(Kind.ALL_GATHER, PP_NEIGHBOURS, 2 * of_tokens / layout.tp)
     of_blocks = 2 * max(map(blocks, stages)) * both("tp", of_tokens, of_tokens)
     return StepCosts(of_blocks, between_stages, max(map(gradients, stages)))

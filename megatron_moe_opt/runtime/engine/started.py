@@ -33,7 +33,7 @@ _C = load_extension()
 END_S = 5.0
 """How long the end of the process waits for what was started."""
 
-Parts = Iterator[None]
+Progress = Iterator[None]
 """An iterator of which each `next` does a part of what a schedule does; the last one ends it."""
 
 
@@ -59,7 +59,7 @@ class HostQueue:
         failure_board.interrupted_by(self.runner.give_up)
         self.is_ending = False
         """Whether what fails from now on was given up."""
-        self._entries: queue.SimpleQueue[tuple[Parts, Future[None], Place | None] | None] = queue.SimpleQueue()
+        self._entries: queue.SimpleQueue[tuple[Progress, Future[None], Place | None] | None] = queue.SimpleQueue()
         self._last: Future[None] | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -68,7 +68,7 @@ class HostQueue:
         """Returns a context in which memory is the queue's: on the host, any memory is."""
         return nullcontext()
 
-    def start(self, parts: Parts) -> Running:
+    def start(self, parts: Progress) -> Running:
         """Puts a schedule behind those that were started before."""
         self._last = future = Future()
         running = _OnHost(future)
@@ -138,7 +138,7 @@ class StreamQueue:
         """Returns a context in which memory is the queue's."""
         return torch.cuda.stream(self.stream)
 
-    def start(self, parts: Parts, behind: _OnStream | None = None) -> Running:
+    def start(self, parts: Progress, behind: _OnStream | None = None) -> Running:
         """Puts a schedule behind what is queued on the current stream, and behind those that were started before.
 
         Args:
@@ -177,9 +177,9 @@ class StreamQueue:
 
 
 class _OnStream:
-    def __init__(self, queue: StreamQueue, parts: Parts, after: torch.cuda.Event, behind: _OnStream | None) -> None:
+    def __init__(self, queue: StreamQueue, parts: Progress, after: torch.cuda.Event, behind: _OnStream | None) -> None:
         self._queue, self._behind, self._done, self._failure = queue, behind, None, None
-        self._parts: Parts | None = parts
+        self._parts: Progress | None = parts
         """What remains to be issued; None: all is issued, and `_done` is behind it; or it has failed."""
         self._after: torch.cuda.Event | None = after
         """An event behind what the caller had queued; None: the first part is behind that already."""
