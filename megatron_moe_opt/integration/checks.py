@@ -343,7 +343,7 @@ def _check_system(system: System, config: Any, options: Options, arguments: Any)
     system.check(config, options, arguments)
     if options.wire != SAME:
         _check_wire(config, options.wire)
-    schedule = system.takes_copies(options)
+    schedule = system.copies_flag(options)
     if schedule is not None and (reason := keeps_from_splitting_rows(config)) is not None:
         raise ConfigurationError(
             f"{reason}, which {schedule} cannot bring together: drop it, use {FLAG} parm with {PREFIX}parm-schedule "

@@ -13,4 +13,4 @@ def _build(groups: Any, options: Any, config: Any) -> Any:
     return DeepSpeedDispatcher(groups)
 
 
-DEEPSPEED = System(name="deepspeed", build=_build, takes_copies=lambda options: f"{FLAG} deepspeed")
+DEEPSPEED = System(name="deepspeed", build=_build, copies_flag=lambda options: f"{FLAG} deepspeed")

@@ -27,7 +27,7 @@ from megatron_moe_opt.systems.system import (
     PREFIX,
     READS,
     Grammar,
-    Run,
+    RunTraits,
     SharedOptions,
     System,
     check_first_pass,
@@ -375,7 +375,7 @@ def _domain_choices(layer: LayerOnCluster) -> Iterator[tuple[DomainChoice, dict[
         yield DomainChoice(domains, sum(timeline.seconds for timeline in timelines)), terms, timelines
 
 
-def _stays(options: MigrationOptions, run: Run) -> str | None:
+def _why_fixed(options: MigrationOptions, run: RunTraits) -> str | None:
     sizes = options.domain_sizes
     if sizes is not None and any(
         len(sizes) != len(levels) or any(number % size for number, size in zip(levels, sizes, strict=True))
@@ -406,6 +406,6 @@ EXPERT_MIGRATION = System(
     grammar=Grammar(_parse, _write, domain_kind),
     candidates=_candidates,
     domains=domains_of,
-    stays=_stays,
+    why_fixed=_why_fixed,
     calls_experts=True,
 )

@@ -34,7 +34,7 @@ from megatron_moe_opt.systems.system import (
     PREFIX,
     READS,
     Grammar,
-    Run,
+    RunTraits,
     SharedOptions,
     System,
     chosen_by_profile,
@@ -351,7 +351,7 @@ def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[Ex
 _CANNOT: Mapping[str, Callable[[LayerOnCluster], str | None]] = {ROWS: lambda _: None, HOPS: no_hops, JOINT: no_joint}
 
 
-def _stays(options: Any, run: Run) -> str | None:
+def _why_fixed(options: Any, run: RunTraits) -> str | None:
     if run.called_by is not None:
         return f"experts would be called without {run.called_by}, which is not Megatron's"
     if run.outside is not None:
@@ -361,7 +361,7 @@ def _stays(options: Any, run: Run) -> str | None:
         )
     if run.experts_draw and _offloads_middle(options):
         return "computes activations of experts again, and experts draw random numbers (dropout)"
-    return EXPERT_MIGRATION.stays(options, run)
+    return EXPERT_MIGRATION.why_fixed(options, run)
 
 
 MPMOE = System(
@@ -375,7 +375,7 @@ MPMOE = System(
     grammar=Grammar(_parse, _write, _kind),
     candidates=_candidates,
     domains=lambda options, workers: domains_of(options, workers) if HOPS in options.ways else None,
-    stays=_stays,
+    why_fixed=_why_fixed,
     calls_experts=True,
     is_pipeline_of_experts=True,
 )

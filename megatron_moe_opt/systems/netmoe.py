@@ -28,7 +28,7 @@ from megatron_moe_opt.systems.monta import (
     pipelining,
 )
 from megatron_moe_opt.systems.mpmoe import check_levels
-from megatron_moe_opt.systems.system import FLAG, PREFIX, Grammar, Run, System
+from megatron_moe_opt.systems.system import FLAG, PREFIX, Grammar, RunTraits, System
 from megatron_moe_opt.topology.domains import stationary
 
 NAME = "netmoe"
@@ -266,7 +266,7 @@ def _setting(level: str, chunks: int) -> str:
     return "" if level == "O1" else f"{level}x{chunks}"
 
 
-def _stays(options: Any, run: Run) -> str | None:
+def _why_fixed(options: Any, run: RunTraits) -> str | None:
     if run.samples_may_move:
         return None
     return f"moves samples, which auto counts without a plan alone: drop {PREFIX}plan, or choose {FLAG} {NAME}"
@@ -282,6 +282,6 @@ NETMOE = System(
     check=_check,
     candidates=_candidates,
     domains=lambda options, workers: stationary(workers) if options.way == HOPS else None,
-    stays=_stays,
+    why_fixed=_why_fixed,
     moves_samples=True,
 )

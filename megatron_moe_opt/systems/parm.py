@@ -21,7 +21,7 @@ from megatron_moe_opt.systems.system import (
     FLAG,
     PREFIX,
     Grammar,
-    Run,
+    RunTraits,
     SharedOptions,
     System,
     check_first_pass,
@@ -68,14 +68,14 @@ def _build(groups: Any, options: ParmOptions, config: Any) -> Any:
 
 def _check(config: Any, options: ParmOptions, arguments: Any) -> None:
     check_first_pass(arguments, options.schedule_profile, f"{PREFIX}parm-schedule")
-    if (flag := _takes_copies(options)) is not None and config.sequence_parallel:
+    if (flag := _copies_flag(options)) is not None and config.sequence_parallel:
         raise ConfigurationError(
             f"{flag} splits what all TP ranks hold, but with --sequence-parallel they hold parts of it: drop one of "
             "the two"
         )
 
 
-def _takes_copies(options: ParmOptions) -> str | None:
+def _copies_flag(options: ParmOptions) -> str | None:
     return f"{PREFIX}parm-schedule {options.parm_schedule}" if options.parm_schedule in ("S2", AAS) else None
 
 
@@ -111,8 +111,8 @@ def _candidates(layer: LayerOnCluster, options: ParmOptions) -> Iterator[Predict
         yield layer.played("parm:S2", parm.s2_timelines(one, one.tokens, layer.cluster, layer.skew.exchanged))
 
 
-def _stays(options: ParmOptions, run: Run) -> str | None:
-    if _takes_copies(options) is None or not run.routes_together:
+def _why_fixed(options: ParmOptions, run: RunTraits) -> str | None:
+    if _copies_flag(options) is None or not run.routes_together:
         return None
     return (
         "drops or balances all tokens of a TP group together, the others those of each rank, which is another "
@@ -127,8 +127,8 @@ PARM = System(
     unread_profile=_unread_profile,
     build=_build,
     check=_check,
-    takes_copies=_takes_copies,
+    copies_flag=_copies_flag,
     grammar=Grammar(_parse, lambda options, levels: options.parm_schedule or "S1"),
     candidates=_candidates,
-    stays=_stays,
+    why_fixed=_why_fixed,
 )

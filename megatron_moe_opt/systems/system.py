@@ -123,7 +123,7 @@ def shown(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunTraits:
     """What a run is like, as far as it decides which systems its layers may change to between optimizer steps."""
 
     workers: frozenset[tuple[int, ...]]
@@ -176,7 +176,7 @@ class System:
     """Returns what would have it read a profile, where with these options it does not."""
     check: Callable[[Any, Any, Any], None] = lambda config, options, arguments: None
     """Refuses (TransformerConfig, options, Megatron-LM's arguments or None) that it cannot run under."""
-    takes_copies: Callable[[Any], str | None] = lambda options: None
+    copies_flag: Callable[[Any], str | None] = lambda options: None
     """The flags by which its dispatcher itself takes tokens that all ranks of a TP group hold; None: it does not."""
     grammar: Grammar | None = None
     """How its settings are read and written in the name of a variant; None: it has none."""
@@ -186,7 +186,7 @@ class System:
     """
     domains: Callable[[Any, tuple[int, ...]], ExpertDomains | None] = lambda options, workers: None
     """Returns the domains that it makes process groups for, given (options, workers of each network level), or None."""
-    stays: Callable[[Any, Run], str | None] = lambda options, run: None
+    why_fixed: Callable[[Any, RunTraits], str | None] = lambda options, run: None
     """Why layers cannot change to it, or from it, between optimizer steps; None: they can."""
     calls_experts: bool = False
     """Whether it calls a layer's experts in its own order, with weights of its own choice."""

@@ -29,7 +29,7 @@ from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.planning.predicting.skew import most_uneven_layer
 from megatron_moe_opt.row_format import narrower
 from megatron_moe_opt.systems import system_of
-from megatron_moe_opt.systems.system import Run
+from megatron_moe_opt.systems.system import RunTraits
 from megatron_moe_opt.variants import split_variant
 
 _Found = TypeVar("_Found")
@@ -244,14 +244,14 @@ def _most_passes(of_ranks: Sequence[Sequence[Seen]]) -> int:
     return max(sum(one.passes for one in of_rank) for of_rank in of_ranks)
 
 
-def _run(config: Any, of_ranks: Sequence[Sequence[Seen]], samples_may_move: bool) -> Run:
+def _run(config: Any, of_ranks: Sequence[Sequence[Seen]], samples_may_move: bool) -> RunTraits:
     """Returns what decides whether layers can change to a system and from it.
 
     Args:
         of_ranks: what each rank saw of these layers, in their order.
     """
     seen = [one for of_rank in of_ranks for one in of_rank]
-    return Run(
+    return RunTraits(
         workers=frozenset(one.workload.workers for one in seen),
         routes_together=routes_together(config),
         samples_may_move=samples_may_move,
@@ -300,7 +300,7 @@ def _beside(config: Any, first: FirstStep, left_out: Mapping[str, str]) -> tuple
 def _allowed(
     config: Any,
     predictions: Sequence[Prediction],
-    run: Run,
+    run: RunTraits,
     rooms: Sequence[Room],
     ran: str,
     left_out: Mapping[str, str],
@@ -309,7 +309,7 @@ def _allowed(
     above = _above(predictions, ran)
     reasons: dict[str, str | None] = {}
     for variant in above:
-        reason = refusal(config, variant) or _stays(variant, run)
+        reason = refusal(config, variant) or _why_fixed(variant, run)
         if reason is None and variant != ran:
             reason = left_out.get(variant)
         if reason is None and variant != ran:
@@ -355,7 +355,7 @@ def _too_large(above: Above, communicators: int, rooms: Sequence[Room]) -> str |
     )
 
 
-def _stays(variant: str, run: Run) -> str | None:
+def _why_fixed(variant: str, run: RunTraits) -> str | None:
     """Returns why layers cannot change to a variant, or from it."""
     system, (_, options) = system_of(variant), split_variant(variant, None)
-    return None if system is None else system.stays(options, run)
+    return None if system is None else system.why_fixed(options, run)
