@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch.distributed import ProcessGroup
 
@@ -19,8 +20,8 @@ from megatron_moe_opt.topology.process_groups import refine, temporary_groups
 
 _COLLECTIVES = {
     Kind.ALL_TO_ALL: loads.all_to_all,
-    Kind.ALL_GATHER: loads.gather_experts,
-    Kind.REDUCE_SCATTER: loads.return_gradients,
+    Kind.ALL_GATHER: loads.all_gather,
+    Kind.REDUCE_SCATTER: loads.reduce_scatter,
 }
 
 
@@ -37,7 +38,8 @@ def domain_moves(
             if kind is not Kind.ALL_TO_ALL and not experts_travel:
                 continue
             name = profile_name(kind, workers, level, ranks)
-            moves.append(collective(rows, groups[name], name, lane))
+            travels_whole = kind is not Kind.ALL_TO_ALL  # a layer's experts or their gradients, in one op
+            moves.append(replace(collective(rows, groups[name], name, lane), is_whole=travels_whole))
     return moves
 
 

@@ -14,7 +14,6 @@ from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
 from megatron_moe_opt.integration.measuring.meter import Load, Sized, SizedPipeline
 from megatron_moe_opt.kernels import ChunkList
 from megatron_moe_opt.runtime.engine import steps
-from megatron_moe_opt.runtime.engine.collectives import all_gather_rows, reduce_scatter_rows
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.exchange_plan import Sharing, plan_exchange, share_out
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, bind_to_sources
@@ -145,40 +144,6 @@ def reduce_scatter(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Lo
         return Sized(number * rows.bytes, exchange_and_sum)
 
     return Load(Kind.REDUCE_SCATTER, lane, role, sized)
-
-
-def gather_experts(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
-    """Returns one level of the way of experts to the ranks of their domain, as ExpertCommunicator calls it."""
-    part = group.size()
-    return _whole(Kind.ALL_GATHER, rows, group, role, lane, lambda own: all_gather_rows(own, group), part)
-
-
-def return_gradients(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
-    """Returns one level of the way of experts' gradients to their owner, as ExpertCommunicator calls it."""
-    return _whole(Kind.REDUCE_SCATTER, rows, group, role, lane, lambda grads: reduce_scatter_rows(grads, group))
-
-
-def _whole(
-    kind: Kind,
-    rows: Rows,
-    group: ProcessGroup,
-    role: str,
-    lane: Lane,
-    collective: Callable[[torch.Tensor], torch.Tensor],
-    part: int = 1,
-) -> Load:
-    """Returns a collective whose result is fresh memory, and which is called with the whole message.
-
-    Args:
-        part: it is given 1 / part of the rows that the size counts.
-    """
-
-    def sized(size: int) -> Sized:
-        number = rows.number(size, group.size())
-        given = rows.filled(number // part)
-        return Sized(number * rows.bytes, lambda: steps.call(lambda: collective(given)))
-
-    return Load(kind, lane, role, sized, is_whole=True)
 
 
 def ring(rows: Rows, world: ProcessGroup, rings: list[list[int]], role: str, lane: Lane) -> Load:
