@@ -9,7 +9,7 @@
 # Needs git, Python 3.10 or newer and a C++ compiler. Run again, it keeps the environment and the data.
 set -euo pipefail
 here="$PWD"
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 source recipes/setup_env.sh
 (cd "$here" && bash "$OLDPWD/recipes/train_and_compare.sh" "$@") # whose folders are the caller's

@@ -5,7 +5,7 @@
 #   bash recipes/train_and_compare.sh [--text DIR] [--steps N] [--output DIR] [-- ARGUMENTS of pretrain_moe_gpt.py]
 set -euo pipefail
 here="$PWD"
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 refuse() {
     echo "train_and_compare: error: $1" >&2

@@ -7,7 +7,7 @@
 #   --write: renews csrc/kernels/facts.txt, the registers and 128-bit accesses of every kernel, which are compared
 #   otherwise; --streams: cuda_streams.cpp alone, with the headers of a PyTorch, which may be built for CPU
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 if ! command -v nvcc > /dev/null; then
     echo "nvcc not found: CUDA compile check skipped"

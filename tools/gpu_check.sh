@@ -11,7 +11,7 @@
 # no network. PYTHON chooses the interpreter (default python3). Megatron-Core is needed by --node alone: other tests that
 # use it are skipped.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 record=false
 node=false

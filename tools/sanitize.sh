@@ -9,7 +9,7 @@
 # The C++ tests need cmake >= 3.24, ninja and gcc; the calls, under AddressSanitizer only, an environment with the
 # package installed (.venv, or the active one). MAX_JOBS bounds the compile jobs, SEED the calls made.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 sets=("$@")
 if [ $# -eq 0 ]; then sets=(address,undefined thread); fi

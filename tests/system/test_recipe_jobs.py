@@ -107,6 +107,16 @@ def test_bash_reads_it(script):
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
+def test_an_exported_cdpath_leads_no_script_elsewhere(cluster):
+    command = ["bash", "recipes/slurm/submit.sh", "mixtral_8x7b"]
+    subprocess.run(command, cwd=ROOT, env=cluster.environment | {"CDPATH": str(ROOT)}, check=True)
+    files = ("pretrain_gpt.sbatch", "models/mixtral_8x7b.sh")
+    assert cluster.note("sbatch")[-2:] == [str(SLURM / name) for name in files]
+    for script in (path for folder in ("recipes", "tools") for path in (ROOT / folder).rglob("*.sh")):
+        for line in script.read_text().splitlines():
+            assert 'cd "$(dirname' not in line.replace("CDPATH='' cd", ""), script
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck():
     scripts = [str(path) for path in SCRIPTS]
