@@ -19,11 +19,12 @@ SLURM = ROOT / "recipes" / "slurm"
 SCRIPTS = sorted(path for path in SLURM.rglob("*") if path.suffix in (".sh", ".sbatch"))
 TRACKER = "latest_checkpointed_iteration.txt"
 
-# Slurm runs the task of rank 11; the others are like it. A task id and its process must be one: signals go there.
+# Slurm runs the task of rank 11; the others are like it. A task id and its process must be one: signals go there. Under
+# pyxis variables of the image replace the job's.
 SRUN = """#!/bin/bash
 printf '%s\\n' "$@" >"$STUBS/srun"
 while [[ "$1" == --* ]]; do shift; done
-SLURM_PROCID=11 SLURM_LOCALID=3 SLURM_NTASKS=32 "$@" &
+SLURM_PROCID=11 SLURM_LOCALID=3 SLURM_NTASKS=32 env ${IMAGE:-} "$@" &
 echo $! >"$STUBS/task"
 wait $!
 """
@@ -43,6 +44,7 @@ printf '%s\\n' "$@" >"$STUBS/sbatch"
 """
 PYTHON = f"""#!/bin/bash
 printf '%s\\n' "$@" >"$STUBS/arguments"
+echo "$NCCL_IB_HCA $PYTHONPATH" >"$STUBS/variables"
 echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT $CUDA_DEVICE_MAX_CONNECTIONS" >"$STUBS/environment"
 echo $$ >"$STUBS/process"
 [[ "$1" != *check_recipe.py ]] || exit "${{FITS:-0}}"
@@ -270,6 +272,14 @@ def test_runs_in_a_container(cluster):
     assert {"--container-image=image.sqsh", "--container-mounts=/data:/data"} <= set(cluster.note("srun"))
     result = cluster.job(CONTAINER="image.sqsh", SAVES="500000")
     assert result.returncode and "CONTAINER_MOUNTS" in result.stderr
+
+
+def test_what_the_job_sets_counts_in_an_image_that_sets_it_too(cluster):
+    job = {"CONTAINER": "image.sqsh", "CONTAINER_MOUNTS": "/data:/data", "NCCL_IB_HCA": "mlx5", "PYTHONPATH": "/ours"}
+    image = "CUDA_DEVICE_MAX_CONNECTIONS=8 MASTER_PORT=1 NCCL_IB_HCA=none PYTHONPATH=/image PATH=/usr/bin:/bin"
+    assert cluster.job(SAVES="500000", IMAGE=image, **job).returncode == 0
+    assert cluster.note("environment") == ["11 3 32 node0 24207 1"]
+    assert cluster.note("variables") == [f"mlx5 {cluster.environment['MEGATRON_LM']}:/ours:/image"]
 
 
 @pytest.mark.parametrize("status", ["0", "1", "143"])  # signal handled; crash; killed
