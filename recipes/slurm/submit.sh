@@ -32,6 +32,8 @@ source "$recipe"
 if [[ -z "${MEASURE:-}" ]]; then
     [[ -n "${MEGATRON_LM:-}" ]] || refuse "set MEGATRON_LM: a checkout of Megatron-LM, core_v0.16 to core_v0.19, or main"
     [[ -n "${CHECKPOINTS:-}" ]] || refuse "set CHECKPOINTS: a folder of this run that all nodes share"
+    [[ -z "${CONTAINER:-}" || "$CHECKPOINTS" == /* ]] ||
+        refuse "CHECKPOINTS: $CHECKPOINTS is not where a container starts: give an absolute path"
     [[ -n "${DATA:-}" ]] || refuse "set DATA: prefix of a data set, or mock"
     [[ "$DATA" == mock || -n "${TOKENIZER:-}" ]] || refuse "set TOKENIZER: name or folder of a tokenizer"
 fi

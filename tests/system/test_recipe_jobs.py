@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 SRUN = """#!/bin/bash
 printf '%s\\n' "$@" >"$STUBS/srun"
 while [[ "$1" == --* ]]; do shift; done
+[[ -z "${NOT_SHARED:-}" ]] || echo 4100 >"$CHECKPOINTS/slurm_job"
 SLURM_PROCID=11 SLURM_LOCALID=3 SLURM_NTASKS=32 env ${IMAGE:-} "$@" &
 echo $! >"$STUBS/task"
 wait $!
@@ -272,6 +274,17 @@ def test_runs_in_a_container(cluster):
     assert {"--container-image=image.sqsh", "--container-mounts=/data:/data"} <= set(cluster.note("srun"))
     result = cluster.job(CONTAINER="image.sqsh", SAVES="500000")
     assert result.returncode and "CONTAINER_MOUNTS" in result.stderr
+    relative = {"CONTAINER": "image.sqsh", "CONTAINER_MOUNTS": "/data:/data", "CHECKPOINTS": "runs/mine"}
+    for refused in (cluster.job(**relative), cluster.run("submit.sh", "mixtral_8x7b", **relative)):
+        assert refused.returncode == 2 and "CHECKPOINTS: runs/mine is not where a container starts" in refused.stderr
+
+
+def test_no_rank_trains_that_does_not_see_the_jobs_folder(cluster):
+    result = cluster.job(NOT_SHARED="yes", SAVES="500000")
+    assert result.returncode == 2 and cluster.note("arguments") == []
+    sentence = f"CHECKPOINTS: .* does not see the files of this job in {cluster.checkpoints}: .* CONTAINER_MOUNTS"
+    assert re.search(sentence, result.stderr)
+    assert cluster.job(NOT_SHARED="yes", MEASURE="/shared/cluster.json").returncode == 0  # which saves nothing
 
 
 def test_what_the_job_sets_counts_in_an_image_that_sets_it_too(cluster):
