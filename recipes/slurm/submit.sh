@@ -53,6 +53,7 @@ if [[ -z "${CONTAINER:-}" ]]; then
     else
         exists MEGATRON_LM "$MEGATRON_LM/pretrain_gpt.py"
         [[ "$DATA" == mock ]] || exists DATA "$DATA.bin" "$DATA.idx"
+        [[ "$DATA" == mock || "$TOKENIZER" != /* ]] || exists TOKENIZER "$TOKENIZER" # else it may be a name
         mkdir -p "$CHECKPOINTS" || refuse "CHECKPOINTS: $CHECKPOINTS cannot be made"
     fi
     if [[ -n "${PROLOGUE:-}" ]]; then # it may be what finds Python

@@ -77,7 +77,7 @@ class Cluster:
             "MEGATRON_LM": str(folder),
             "CHECKPOINTS": str(self.checkpoints),
             "DATA": str(folder / "words"),
-            "TOKENIZER": "/data/tokenizer",
+            "TOKENIZER": "a/tokenizer",
             "PYTHON": str(commands / "python"),
         }
 
@@ -175,7 +175,7 @@ def test_starts_a_rank_a_task(cluster):
         ("--hidden-size", "4096"),
         ("--moe-token-dispatcher-type", "auto"),
         ("--data-path", cluster.environment["DATA"]),
-        ("--tokenizer-model", "/data/tokenizer"),
+        ("--tokenizer-model", "a/tokenizer"),
         ("--data-cache-path", f"{cluster.checkpoints}/sample-indices"),
         ("--save", str(cluster.checkpoints)),
         ("--load", str(cluster.checkpoints)),
@@ -398,6 +398,7 @@ def test_submits_with_the_recipes_nodes(cluster, tmp_path):
         ("mixtral_8x7b", {"MEGATRON_LM": "/nowhere"}, "MEGATRON_LM: there is no /nowhere/pretrain_gpt.py"),
         ("mixtral_8x7b", {"CHECKPOINTS": None}, "set CHECKPOINTS"),
         ("mixtral_8x7b", {"TOKENIZER": None}, "set TOKENIZER"),
+        ("mixtral_8x7b", {"TOKENIZER": "/nowhere/tokenizer"}, "TOKENIZER: there is no /nowhere/tokenizer"),
         ("mixtral_8x7b", {"DATA": "/nowhere/words"}, "DATA: there is no /nowhere/words.bin"),
         ("mixtral_8x7b", {"PLAN": "p.json"}, "PLAN: there is no p.json"),
         ("mixtral_8x7b", {"PLAN": "p.json", "PROFILE": "c.json"}, "PROFILE and PLAN are two ways"),
