@@ -30,7 +30,7 @@ python="${PYTHON:-python3}"
 runs="runs/gpu_check"
 mkdir -p "$runs"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-export MAX_JOBS="${MAX_JOBS:-$(nproc)}"
+export MAX_JOBS="${MAX_JOBS:-$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)}" # which nproc obeys
 
 # Without this, a machine whose GPU PyTorch cannot use would skip every test and pass.
 machine=$("$python" - << 'PY'

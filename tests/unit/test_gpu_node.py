@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -45,6 +46,17 @@ def test_a_plan_is_shown_without_a_gpu_and_ends_in_time(capsys, monkeypatch, tmp
     watched = [step for step in of_node if step.name in ("CUDA sanitizer of PyTorch", "memcheck", "trace of nsys")]
     assert len(watched) == 3
     assert all("monta:O3x2,parm,mpmoe:2,expert-migration:8" in step.command for step in watched)
+
+
+def test_threads_of_ranks_are_not_jobs_of_the_build(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$MAX_JOBS jobs" >&2\nexit 1\n')  # as where there is no GPU
+    python.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "MAX_JOBS"}
+    environment |= {"PYTHON": str(python), "OMP_NUM_THREADS": "77"}
+    check = ["bash", str(ROOT / "tools" / "gpu_check.sh"), "--node"]
+    result = subprocess.run(check, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (2, f"{len(os.sched_getaffinity(0))} jobs\n")
 
 
 def test_ranks_share_a_single_gpu_with_fewer_queues_and_more_time(capsys, monkeypatch, tmp_path):
