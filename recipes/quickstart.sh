@@ -11,6 +11,7 @@ set -euo pipefail
 here="$PWD"
 CDPATH='' cd "$(dirname "$0")/.."
 
+export MOE_OPT_CUDA="${MOE_OPT_CUDA:-OFF}" # all of it runs on CPUs, and an nvcc that is here may be of another CUDA than torch
 source recipes/setup_env.sh
 (cd "$here" && bash "$OLDPWD/recipes/train_and_compare.sh" "$@") # whose folders are the caller's
 echo "== a layer in turns"

@@ -21,6 +21,7 @@ _setup_env() {
     fi
     # shellcheck disable=SC1091
     source .venv/bin/activate
+    local -x PIP_CONSTRAINT=/dev/null # an image's own names versions of what this environment does not see
 
     stamp=.venv/installed-requirements.txt
     if ! cmp -s "$requirements" "$stamp"; then

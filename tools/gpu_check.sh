@@ -7,8 +7,8 @@
 #   bash tools/gpu_check.sh --node               the GPUs of this node, or of a Slurm job (tools/gpu_nodes.sbatch)
 #   bash tools/gpu_check.sh [--node] --record    also write the results to docs/benchmarks/
 #
-# Needs nvcc, cmake, ninja, and a Python with PyTorch (built for CUDA), pybind11, pytest, hypothesis, rich and typer, and
-# no network. PYTHON chooses the interpreter (default python3). Megatron-Core is needed by --node alone: other tests that
+# Needs nvcc, cmake, ninja, and a Python with PyTorch (built for CUDA), setuptools>=77, pybind11, pytest, hypothesis, rich and
+# typer, and no network. PYTHON chooses the interpreter (default python3). Megatron-Core is needed by --node alone: other tests that
 # use it are skipped.
 set -uo pipefail
 CDPATH='' cd "$(dirname "$0")/.."

@@ -1,0 +1,46 @@
+"""recipes/setup_env.sh: with which variables it installs and builds, and what. Commands of Python are noted and not run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = """#!/bin/sh
+echo "constraint $PIP_CONSTRAINT, CUDA $MOE_OPT_CUDA: $*" >>notes
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository with an environment that is made, and has nothing yet."""
+    for folder in (".venv/bin", "recipes", "csrc"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("setup.py", "CMakeLists.txt", "pyproject.toml", "recipes/train_and_compare.sh"):
+        (tmp_path / file).touch()
+    for file in ("setup_env.sh", "quickstart.sh", "requirements.txt"):
+        shutil.copy(ROOT / "recipes" / file, tmp_path / "recipes")
+    (tmp_path / ".venv/bin/activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
+    (tmp_path / ".venv/bin/python").write_text(PYTHON)
+    (tmp_path / ".venv/bin/python").chmod(0o755)
+    return tmp_path
+
+
+def noted(tree: Path, *command: str, **environment: str) -> list[str]:
+    """Runs a command; returns the commands of Python that it has run."""
+    (tree / "notes").write_text("")
+    given = {name: value for name, value in os.environ.items() if name != "MOE_OPT_CUDA"} | environment
+    subprocess.run(command, cwd=tree, env=given, check=True)
+    return (tree / "notes").read_text().splitlines()
+
+
+def test_the_quickstart_builds_for_cpus_whatever_versions_an_image_demands(tree):
+    installed, built, *_ = noted(tree, "bash", "recipes/quickstart.sh", PIP_CONSTRAINT="/etc/pip/constraint.txt")
+    assert installed.startswith("constraint /dev/null, CUDA OFF: -m pip install")
+    assert built.startswith("constraint /dev/null, CUDA OFF: -m pip install")
+    (tree / ".venv/built-from.sha256").unlink()
+    assert "CUDA ON: -m pip" in noted(tree, "bash", "recipes/quickstart.sh", MOE_OPT_CUDA="ON")[0]
