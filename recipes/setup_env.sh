@@ -2,7 +2,7 @@
 # installing the pinned requirements and building the package where any of them is not up to date.
 #
 # PYTHON chooses the interpreter (default: python3), INSTALLER the command that installs packages (default: python -m
-# pip). MAX_JOBS limits compile jobs.
+# pip), MORE_REQUIREMENTS a second file of packages. MAX_JOBS limits compile jobs.
 
 _fail() {
     echo "setup_env: error: $1" >&2
@@ -10,7 +10,7 @@ _fail() {
 }
 
 _setup_env() {
-    local python="${PYTHON:-python3}" requirements=recipes/requirements.txt wanted stamp
+    local python="${PYTHON:-python3}" requirements=recipes/requirements.txt stamps=.venv/installed file files=() wanted stamp
     if [[ ! -x .venv/bin/python ]]; then
         command -v "$python" >/dev/null || _fail "$python is not installed; install Python 3.10 or newer"
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
@@ -23,13 +23,16 @@ _setup_env() {
     source .venv/bin/activate
     local -x PIP_CONSTRAINT=/dev/null # an image's own names versions of what this environment does not see
 
-    stamp=.venv/installed-requirements.txt
-    if ! cmp -s "$requirements" "$stamp"; then
-        echo "== installing $requirements"
+    mkdir -p "$stamps"
+    for file in "$requirements" ${MORE_REQUIREMENTS:+"$MORE_REQUIREMENTS"}; do
+        cmp -s "$file" "$stamps/$file" || files+=("$file")
+    done
+    if ((${#files[@]})); then
+        echo "== installing ${files[*]}"
         # Most modules are never imported: those that are get compiled then.
-        ${INSTALLER:-python -m pip} install --quiet --no-compile --requirement "$requirements" ||
-            _fail "$requirements could not be installed"
-        cp "$requirements" "$stamp"
+        ${INSTALLER:-python -m pip} install --quiet --no-compile "${files[@]/#/--requirement=}" ||
+            _fail "${files[*]} could not be installed"
+        cp --parents "${files[@]}" "$stamps"
     fi
 
     # A hash of all that the build reads; the editable install takes Python files from the checkout as they are.

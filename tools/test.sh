@@ -19,6 +19,7 @@ bash tools/check_cuda_compiles.sh >"$outputs/cuda" 2>&1 &
 cuda_check=$!
 "${PYTHON:-python3}" tools/test_matrix.py --pairs newest --again >"$outputs/newest" 2>&1 &
 newest=$!
+MORE_REQUIREMENTS=tools/requirements.txt
 source recipes/setup_env.sh
 
 echo "== style"

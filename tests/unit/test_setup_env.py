@@ -1,4 +1,4 @@
-"""recipes/setup_env.sh: with which variables it installs and builds, and what. Commands of Python are noted and not run."""
+"""recipes/setup_env.sh: what it installs, and with which variables. Commands of Python are noted and not run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ echo "constraint $PIP_CONSTRAINT, CUDA $MOE_OPT_CUDA: $*" >>notes
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A repository with an environment that is made, and has nothing yet."""
-    for folder in (".venv/bin", "recipes", "csrc"):
+    for folder in (".venv/bin", "recipes", "tools", "csrc"):
         (tmp_path / folder).mkdir(parents=True)
     for file in ("setup.py", "CMakeLists.txt", "pyproject.toml", "recipes/train_and_compare.sh"):
         (tmp_path / file).touch()
-    for file in ("setup_env.sh", "quickstart.sh", "requirements.txt"):
-        shutil.copy(ROOT / "recipes" / file, tmp_path / "recipes")
+    for file in ("setup_env.sh", "quickstart.sh", "requirements.txt", "../tools/requirements.txt"):
+        shutil.copy(ROOT / "recipes" / file, tmp_path / "recipes" / file)
     (tmp_path / ".venv/bin/activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
     (tmp_path / ".venv/bin/python").write_text(PYTHON)
     (tmp_path / ".venv/bin/python").chmod(0o755)
@@ -44,3 +44,17 @@ def test_the_quickstart_builds_for_cpus_whatever_versions_an_image_demands(tree)
     assert built.startswith("constraint /dev/null, CUDA OFF: -m pip install")
     (tree / ".venv/built-from.sha256").unlink()
     assert "CUDA ON: -m pip" in noted(tree, "bash", "recipes/quickstart.sh", MOE_OPT_CUDA="ON")[0]
+
+
+def test_packages_for_tests_are_installed_where_they_are_asked_for(tree):
+    def installed(**environment: str) -> list[str]:
+        lines = noted(tree, "bash", "-c", "source recipes/setup_env.sh", **environment)
+        return [words for line in lines if "-m pip install" in line for words in line.split() if "requirement" in words]
+
+    of_tests = {"MORE_REQUIREMENTS": "tools/requirements.txt"}
+    ours, tests = "--requirement=recipes/requirements.txt", "--requirement=tools/requirements.txt"
+    assert [installed(), installed(), installed(**of_tests), installed(**of_tests)] == [[ours], [], [tests], []]
+    assert installed() == []  # nor after the tests
+    shutil.rmtree(tree / ".venv/installed")
+    assert installed(**of_tests) == [ours, tests]
+    assert of_tests["MORE_REQUIREMENTS"] in (ROOT / "tools/test.sh").read_text()

@@ -27,7 +27,7 @@ def test_a_pairs_versions_take_the_place_of_the_pinned_ones():
 
 
 def test_packages_that_the_cross_section_does_without_are_left_out():
-    requirements = (ROOT / "recipes" / "requirements.txt").read_text()
+    requirements = (ROOT / "tools" / "requirements.txt").read_text()
     everything, left = (set(pinned(requirements, PAIR, without=one).splitlines()) for one in ((), NOT_OF_QUICK))
     assert left < everything and all(any(line.startswith(one) for line in everything - left) for one in NOT_OF_QUICK)
     assert len(everything - left) == len(NOT_OF_QUICK)
