@@ -1,8 +1,9 @@
 """The right of one job to save into a folder: two would delete and overwrite each other's checkpoints.
 
 A file in the folder says who holds it. It is made with O_EXCL, which is atomic on local and on shared file systems, so
-that of two jobs on different nodes one finds it. A job that is killed leaves it behind: it is taken over where the
-holder is seen to have ended (same machine, its process is gone) or is known to have (an earlier start of the same job).
+that of two jobs on different nodes one finds it. SIGTERM, as at a time limit, takes it away. A job that is killed
+leaves it behind: it is taken over where the holder is seen to have ended (same machine, its process is gone) or is
+known to have (an earlier start of the same job).
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -35,7 +38,9 @@ class Holder:
     """When the process started, in clock ticks after the machine did; tells it from a later one with its number."""
     since: str
     job: str
-    """The scheduler's number of the job, or empty. It stays when a job is queued again or its ranks are restarted."""
+    """Slurm's number of the job, or empty. It stays when the job is queued again."""
+    run: str
+    """torchrun's name of the run, or empty. It stays when ranks are restarted; `torchrun --standalone` makes one."""
     starts: tuple[int, int]
     """How often the job was queued again, and its ranks restarted."""
 
@@ -43,8 +48,7 @@ class Holder:
     def this_process(cls) -> Holder:
         """Returns the holder that the calling process is."""
         environment = os.environ
-        elastic = environment.get("TORCHELASTIC_RUN_ID", "none")
-        jobs = [environment.get("SLURM_JOB_ID", ""), "" if elastic == "none" else elastic]
+        run = environment.get("TORCHELASTIC_RUN_ID", "none")
         starts = (int(environment.get(name) or 0) for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
         return cls(
             user=_user(),
@@ -53,7 +57,8 @@ class Holder:
             pid=os.getpid(),
             process_start=_process_start(os.getpid()),
             since=datetime.now().astimezone().isoformat(timespec="seconds"),
-            job=" ".join(filter(None, jobs)),
+            job=environment.get("SLURM_JOB_ID", ""),
+            run="" if run == "none" else run,
             starts=tuple(starts),
         )
 
@@ -61,16 +66,21 @@ class Holder:
         """Whether the process `now` can tell that this one has ended."""
         if (self.host, self.machine) == (now.host, now.machine) and self.machine != "":
             return _process_start(self.pid) != self.process_start  # whatever it is called: numbers of jobs may be alike
-        return self.job != "" and self.job == now.job and self.starts < now.starts
+        if self.job != "" and self.job == now.job and self.starts[0] < now.starts[0]:
+            return True  # queued again
+        return self.run != "" and (self.job, self.run) == (now.job, now.run) and self.starts < now.starts
 
     def __str__(self) -> str:
-        job = f", job {self.job}" if self.job else ""
+        names = " ".join(filter(None, (self.job, self.run)))
+        job = f", job {names}" if names else ""
         return f"{self.user} on {self.host} (process {self.pid}{job}) since {self.since}"
 
 
 @contextmanager
 def save_lock(folder: Path) -> Iterator[None]:
-    """Keeps the folder for this process inside the block.
+    """Keeps the folder for this process inside the block, and lets go of it where SIGTERM ends the process.
+
+    Called by another thread than the main one, it knows nothing of signals.
 
     Raises:
         ConfigurationError: another process has it; names that, and how to take it away from one that has ended.
@@ -86,11 +96,57 @@ def save_lock(folder: Path) -> Iterator[None]:
                 f" has ended, remove {file}"
             )
         _remove(file, text)
+
+    def let_go() -> None:
+        if _read(file) == _text(me):
+            file.unlink(missing_ok=True)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    try:
+        with _before_sigterm_ends(let_go) if is_main else nullcontext():
+            yield
+    finally:
+        let_go()
+
+
+@contextmanager
+def _before_sigterm_ends(let_go: Callable[[], None]) -> Iterator[None]:
+    """Inside the block SIGTERM has `let_go` called, and then ends the process, with status 143.
+
+    A thread does it: a handler in Python would wait until the main thread returns from a collective, which it does not
+    where the signal has ended other ranks.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def wait() -> None:
+        with open(reading, "rb", buffering=0) as signals:
+            while number := signals.read(1):
+                if number[0] == signal.SIGTERM:
+                    let_go()
+                    os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+    handler, wakeup = signal.signal(signal.SIGTERM, _seen_by_thread), signal.set_wakeup_fd(writing)
     try:
         yield
     finally:
-        if _read(file) == _text(me):
-            file.unlink(missing_ok=True)
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGTERM, handler)
+        os.close(writing)
+
+
+def _seen_by_thread(*_: object) -> None:
+    """The handler with which Python writes a signal's number to the file of `set_wakeup_fd`."""
+
+
+def _end_in_child() -> None:
+    """Has SIGTERM end what a holder has forked, and not the holder."""
+    if signal.getsignal(signal.SIGTERM) is _seen_by_thread:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_end_in_child)
 
 
 def _make(file: Path, holder: Holder) -> bool:
