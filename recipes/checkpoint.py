@@ -49,6 +49,8 @@ MODEL_ARGUMENTS = (
     "bf16",
     "use_distributed_optimizer",
 )
+# Which sample comes when follows from these, and from the number of samples.
+DATA_ARGUMENTS = ("seed", "data_path", "split", "seq_length")
 # How Megatron lays out a checkpoint; to it comes the format of the distributed optimizer's state.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 _OF_COMMAND_LINE = ("max_lr", "min_lr", "betas")
@@ -64,7 +66,7 @@ class Checkpointer:
     """Saves and loads the whole state of a training run.
 
     Args:
-        args: the command line; `MODEL_ARGUMENTS` of it are stored and compared.
+        args: the command line; `MODEL_ARGUMENTS` and `DATA_ARGUMENTS` of it are stored and compared.
         layout: the parallel sizes; stored and compared, because optimizer and RNG state are kept by rank.
         model, optimizer, scheduler: what is saved and loaded in place.
         by_parameter: save optimizer states by parameter, for ranks that hold other experts than stock's.
@@ -81,6 +83,7 @@ class Checkpointer:
     ) -> None:
         self._format = AS_IN_MEMORY if args.use_distributed_optimizer and not by_parameter else BY_PARAMETER
         self._arguments = {name: getattr(args, name) for name in MODEL_ARGUMENTS}
+        self._data = _order_of_data(args)
         self._sizes = parallel_sizes(layout)
         self._model = model
         self._optimizer = optimizer
@@ -111,6 +114,7 @@ class Checkpointer:
             "iteration": iteration,
             "consumed_samples": consumed_samples,
             "arguments": self._arguments,
+            "data": self._data,
             "layout": self._sizes,
         }
         try:
@@ -129,13 +133,13 @@ class Checkpointer:
         return final
 
     @torch.no_grad()  # fp32 parameters are written in place
-    def load(self, path: Path) -> tuple[int, int, str | None]:
+    def load(self, path: Path) -> tuple[int, int, str | None, str | None]:
         """Load the checkpoint in `path`, called by all ranks. The learning-rate schedule, weight decay and Adam's betas
         stay this run's.
 
         Returns:
-            The checkpoint's iteration, the samples consumed by it, and in words what of the schedule this run has
-            otherwise; None: nothing.
+            The checkpoint's iteration, the samples consumed by it, and in words what this run has otherwise of the
+            schedule, and of what orders the data; None: nothing.
 
         Raises ConfigurationError where it was saved by a model of another shape or under another layout.
         """
@@ -154,7 +158,8 @@ class Checkpointer:
         here, there = (_schedule(one) for one in (self._scheduler.state_dict(), state["opt_param_scheduler"]))
         self._scheduler.load_state_dict(state["opt_param_scheduler"])
         _set_rng_state(state["rng_state"])
-        return state["iteration"], state["consumed_samples"], differences(here, there)
+        of_data = differences(self._data, common.get("data", self._data))  # earlier forms of the recipe do not say
+        return state["iteration"], state["consumed_samples"], differences(here, there), of_data
 
     def _sharded_state(self, optimizer_format: str, is_loading: bool) -> dict[str, Any]:
         metadata = _content(optimizer_format) | {
@@ -195,6 +200,12 @@ def _groups_of_parameters(state: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
 def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a scheduler's state says of the schedule; weight decay is constant, however long it takes."""
     return {name: value for name, value in state.items() if name not in ("num_steps", "wd_incr_steps")}
+
+
+def _order_of_data(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what decides which sample comes when: also how many there are, as Megatron shuffles epochs together."""
+    samples = args.train_iters * args.global_batch_size
+    return {name: getattr(args, name) for name in DATA_ARGUMENTS} | {"samples": samples}
 
 
 def parallel_sizes(layout: Layout) -> dict[str, int]:

@@ -159,6 +159,28 @@ def build_datasets(args: argparse.Namespace, index_cache: Path) -> tuple[TokenDa
     return train, valid if args.eval_iters else None
 
 
+def check_samples(args: argparse.Namespace, samples: int, iteration: int, consumed_samples: int, last: int) -> None:
+    """Check that a resumed run has data to its last iteration: its earlier batches may have been larger.
+
+    Args:
+        args: the command line.
+        samples: of the training dataset that it asks for.
+        iteration: where the run begins.
+        consumed_samples: by then.
+        last: where it ends.
+
+    Raises:
+        ConfigurationError: samples would run out; with the batch size that they would last for.
+    """
+    batch, needed = args.global_batch_size, consumed_samples + (last - iteration) * args.global_batch_size
+    if needed > samples:
+        raise ConfigurationError(
+            f"--global-batch-size {batch}: {consumed_samples} samples are consumed in {iteration} iterations, and"
+            f" {last - iteration} more end at sample {needed}, but --train-iters {args.train_iters} of this size makes"
+            f" {samples}; give {-(-consumed_samples // iteration)} or more"
+        )
+
+
 def batches(
     dataset: TokenData, micro_batch_size: int, consumed_samples: int, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:

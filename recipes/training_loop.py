@@ -36,7 +36,7 @@ from progress import TrainingProgress
 from rich.console import Console
 from save_lock import save_lock
 from step_log import StepLog
-from token_data import batches, build_datasets, check_datasets, kind_names
+from token_data import batches, build_datasets, check_datasets, check_samples, kind_names
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_moe_opt import register, use_host_backend
@@ -225,6 +225,7 @@ def train(
 
     iteration, consumed_samples = resume(args, checkpointer, console)
     last, saved = last_iteration(args, iteration), iteration
+    check_samples(args, len(train_data), iteration, consumed_samples, last)
     if args.save:
         check_on_all_ranks(partial(check_may_replace, args.save, saved_iterations(args, iteration, last)))
     batch_iterator = noting_kinds(
@@ -302,16 +303,16 @@ def resume(args: argparse.Namespace, checkpointer: Checkpointer, console: Consol
         console.print(f"no checkpoint in {args.load} yet: starting from scratch", highlight=False, soft_wrap=True)
         return 0, 0
     check_on_all_ranks(partial(see_checkpoint, args.load, path))
-    iteration, consumed_samples, others = checkpointer.load(path)
+    iteration, consumed_samples, of_schedule, of_data = checkpointer.load(path)
     if iteration >= args.train_iters:
         raise ConfigurationError(f"--train-iters {args.train_iters} is reached already in {path}; raise it")
     console.print(f"resumed from {path}", highlight=False, soft_wrap=True)
-    if others is not None:
-        console.print(
-            f"the learning rate goes by this command line's schedule, in steps of samples: {others}",
-            highlight=False,
-            soft_wrap=True,
-        )
+    for what, others in (
+        ("the learning rate goes by this command line's schedule, in steps of samples", of_schedule),
+        ("the data go by this command line, and may be in another order than before", of_data),
+    ):
+        if others is not None:
+            console.print(f"{what}: {others}", highlight=False, soft_wrap=True)
     return iteration, consumed_samples
 
 

@@ -55,7 +55,8 @@ def failures_of_saving(folder: str) -> list[str]:
         import checkpoint
         from agreement import RankError, TrainingError
 
-        arguments = argparse.Namespace(**dict.fromkeys(checkpoint.MODEL_ARGUMENTS, 1))
+        of_data = (*checkpoint.DATA_ARGUMENTS, "train_iters", "global_batch_size")
+        arguments = argparse.Namespace(**dict.fromkeys((*checkpoint.MODEL_ARGUMENTS, *of_data), 1))
         trained = gpt(num_layers=1)
         scheduler = SimpleNamespace(state_dict=dict)
         parts = (trained.model, trained.optimizer, scheduler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -183,12 +184,14 @@ def test_a_loss_that_is_not_finite_ends_training_with_the_state_before_it(data: 
     names = ["iter_0000001", "latest_checkpointed_iteration.txt"]
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == names
 
-    # As it advises: from there on with another learning rate, and more iterations, whose schedule then counts.
-    lower = ("--train-iters", 4, "--lr", 5e-4, "--load", tmp_path / "a")
+    # As it advises: from there on with another learning rate, and more iterations, whose schedule then counts. The seed
+    # has the data in another order.
+    lower = ("--train-iters", 4, "--lr", 5e-4, "--load", tmp_path / "a", "--seed", 7)
     resumed = start(data, tmp_path / "resumed.txt", *lower, ranks=1, layout=(), before=say_rates)
     assert resumed.wait() == 0
     said = resumed.output.read_text()
-    assert "max_lr 0.0005 (there 0.001), lr_decay_steps 32 (there 24)" in said
+    assert "max_lr 0.0005 (there 0.001), lr_decay_steps 32 (there 24)\n" in said
+    assert "may be in another order than before: seed 7 (there 1234), samples 32 (there 24)\n" in said
     assert re.findall(r"^rate (\S+)$", said, re.M) == ["0.00025", "0.000125", "0.0"]
 
 
@@ -261,6 +264,20 @@ def check_data(prefix: Path, arguments: str = "") -> None:
 
     args, _ = parse_arguments([*shlex.split(f"--train-iters 5 --data-path {prefix}"), *MODEL, *arguments.split()])
     check_datasets(args)
+
+
+def test_a_resumed_run_whose_smaller_batches_leave_too_few_samples_is_refused():
+    from token_data import check_samples
+
+    args = argparse.Namespace(global_batch_size=8, train_iters=100)
+    check_samples(args, samples=800, iteration=50, consumed_samples=400, last=100)
+    check_samples(args, samples=1200, iteration=50, consumed_samples=800, last=100)  # an epoch has more than asked for
+    check_samples(args, samples=800, iteration=0, consumed_samples=0, last=100)
+    for consumed in (401, 800, 900):
+        batch = -(-consumed // 50)
+        sentence = f"^--global-batch-size 8: {consumed} samples are consumed in 50 .*makes 800; give {batch} or more$"
+        with pytest.raises(ConfigurationError, match=sentence):
+            check_samples(args, samples=800, iteration=50, consumed_samples=consumed, last=100)
 
 
 def test_routing_of_several_kinds_of_text_is_recorded(data: Path, text: Path, tmp_path: Path):
