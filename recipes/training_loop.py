@@ -214,7 +214,7 @@ def train(
 ) -> None:
     """Set up, resume where asked, train, save, and evaluate."""
     start_model_parallel(args)
-    cache = make_index_cache(args)
+    cache = make_index_cache(args, partial(build_datasets, args))
     console.print(f"sample indices of the data: {cache}", highlight=False, soft_wrap=True, markup=False)
     train_data, valid_data = build_datasets(args, cache)
     model = build_model(args, config, device)

@@ -143,29 +143,55 @@ def test_a_folder_that_nodes_do_not_share_is_refused_on_all_ranks(ranks, tmp_pat
     assert not list(here.iterdir())
 
 
-def folder_of_indices(data: str, caches: list[str], given: str | None = None) -> str:
-    """The folder that is made, or why not; every rank has a home of its own in `caches`."""
+SETTINGS = ("split", "seed", "seq_length", "vocab_size", "train_iters", "eval_iters", "global_batch_size")
+
+
+def folder_of_indices(
+    data: str, caches: list[str], given: str | None = None, seed: int = 1, meanwhile: str | None = None
+) -> str:
+    """The folder that is made, or why not; every rank has a home of its own in `caches`.
+
+    Args:
+        meanwhile: what happens while the indices are built: another run is `first`, or this one is `killed`.
+    """
     with recipes(), pytest.MonkeyPatch.context() as patch:
-        from index_cache import make_index_cache
+        from index_cache import index_cache, make_index_cache
 
         patch.setenv("XDG_CACHE_HOME", caches[dist.get_rank() % len(caches)])
+        args = argparse.Namespace(
+            blend=[(1.0, data)], data_cache_path=given, **dict.fromkeys(SETTINGS, 1) | {"seed": seed}
+        )
+
+        def build(folder: Path) -> None:
+            if dist.get_rank() == 0:
+                for name in (folder, *([index_cache(args)] if meanwhile == "first" else [])):
+                    name.mkdir()
+                    (name / f"of {name.name}").touch()
+            if meanwhile == "killed":
+                raise ConfigurationError("killed")
+
         try:
-            return str(make_index_cache(argparse.Namespace(blend=[(1.0, data)], data_cache_path=given)))
+            return str(make_index_cache(args, build))
         except ConfigurationError as error:
             return str(error)
 
 
 def test_sample_indices_are_kept_where_only_the_user_can_put_them(ranks, tmp_path):
-    """Not beside the data, which may have been downloaded: Megatron reads them with pickle."""
+    """Not beside the data, which may have been downloaded: Megatron reads them with pickle. None is half written."""
     data, cache = tmp_path / "downloaded" / "text", tmp_path / "cache"
     data.parent.mkdir()
     Path(f"{data}.bin").write_bytes(b"tokens")
     run = partial(ranks.run, folder_of_indices, data=str(data))
-    (folder,) = set(run(caches=[str(cache)]))
     own = cache / "megatron-moe-opt" / "sample-indices"
+    assert set(run(caches=[str(cache)], meanwhile="killed")) == {"killed"}
+    (half,) = own.iterdir()
+    (folder,) = set(run(caches=[str(cache)]))
     assert Path(folder).parent == own and stat.S_IMODE(own.stat().st_mode) == 0o700
-    assert os.listdir(data.parent) == ["text.bin"] and os.listdir(folder) == []
-    assert set(run(caches=[str(cache)])) == {folder}
+    assert sorted(own.iterdir()) == sorted([half, Path(folder)]) and half.name.startswith(f".{Path(folder).name}.")
+    assert os.listdir(data.parent) == ["text.bin"] and len(os.listdir(folder)) == 1
+    assert set(run(caches=[str(cache)], meanwhile="killed")) == {folder}  # nothing is built again
+    (other,) = set(run(caches=[str(cache)], seed=2, meanwhile="first"))
+    assert os.listdir(other) == [f"of {Path(other).name}"] and len(os.listdir(own)) == 3
     os.utime(f"{data}.bin", (0, 0))
     assert set(run(caches=[str(cache)])) != {folder}
 
