@@ -30,6 +30,9 @@ from megatron_moe_opt.systems.system import (
 )
 
 NAME = "parm"
+_ANOTHER = (
+    "drops or balances all tokens of a TP group together, the others those of each rank, which is another function"
+)
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,11 @@ def _build(groups: Any, options: ParmOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.parm import ParmDispatcher
     from megatron_moe_opt.dispatchers.parm_schedule import schedule_of
     from megatron_moe_opt.integration.layer.configured_workload import layer_workload
-    from megatron_moe_opt.integration.layer.replicated_tokens import keeps_from_splitting_rows
+    from megatron_moe_opt.integration.layer.replicated_tokens import keeps_from_splitting_rows, routes_together
 
     workload = layer_workload(config, groups, wire=options.wire)
-    return ParmDispatcher(
-        groups, schedule_of(options, groups, workload, keeps_from_splitting_rows(config)), options.wire
-    )
+    without_s2 = keeps_from_splitting_rows(config) or (f"it {_ANOTHER}" if routes_together(config) else None)
+    return ParmDispatcher(groups, schedule_of(options, groups, workload, without_s2), options.wire)
 
 
 def _check(config: Any, options: ParmOptions, arguments: Any) -> None:
@@ -114,10 +116,7 @@ def _candidates(layer: LayerOnCluster, options: ParmOptions) -> Iterator[Predict
 def _why_fixed(options: ParmOptions, run: RunTraits) -> str | None:
     if _copies_flag(options) is None or not run.routes_together:
         return None
-    return (
-        "drops or balances all tokens of a TP group together, the others those of each rank, which is another "
-        f"function: choose {FLAG} {NAME}"
-    )
+    return f"{_ANOTHER}: choose {FLAG} {NAME}"
 
 
 PARM = System(

@@ -92,6 +92,7 @@ def compare_replicated(
     options: Options | None = None,
     frozen: bool = False,
     unmarked: bool = False,
+    wrapped: bool = False,
 ) -> dict[str, float]:
     """How far our layer on all tokens, without sequence parallelism, is from stock's on each rank's part.
 
@@ -100,6 +101,8 @@ def compare_replicated(
     Args:
         frozen: the router is not trained in a first pass.
         unmarked: parameters are replaced by others without Megatron's marks before it, as FSDP does.
+        wrapped: something is around the router, and puts its groups back behind a first pass, as Megatron-Bridge's
+            LoRA and evaluation in other groups do.
         options: of ours.
     """
     from megatron.core import parallel_state
@@ -107,6 +110,7 @@ def compare_replicated(
 
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from tests.multirank.test_expert_order import WrappedRouter
     from tests.ranks.megatron import moe_config, parallel
 
     tp = layout["tp"]
@@ -135,12 +139,18 @@ def compare_replicated(
             ours.router.requires_grad_()
             ours.zero_grad()
 
+        if wrapped:
+            router, groups = ours.router, (ours.router.tp_cp_group, ours.router.tp_dp_cp_group)
+            ours.router = WrappedRouter(router)
+            ours(hidden)
+            router.tp_cp_group, router.tp_dp_cp_group = groups
+
         model_parallel_cuda_manual_seed(17)  # for what a router draws
         whole = hidden.clone().requires_grad_()
         output, _ = ours(whole)
         (output * weights).sum().backward()
         found |= {"output": output.detach(), "input grad": whole.grad}
-        found |= {name: parameter.grad for name, parameter in ours.named_parameters()}
+        found |= {name.replace("to_wrap.", ""): parameter.grad for name, parameter in ours.named_parameters()}
 
         model_parallel_cuda_manual_seed(17)
         rank = dist.get_rank() % tp
@@ -227,6 +237,15 @@ def test_gradients_are_complete_where_parameters_have_lost_their_marks(ranks, op
     """What is left to be added over TP goes by the marks that Megatron puts when it builds a layer."""
     arguments = {"layout": {"tp": 2, "ep": 2, "etp": 2}, "settings": GATED, "routing": None, "options": options}
     for errors in ranks.run(compare_replicated, dispatcher="parm", unmarked=True, **arguments):
+        assert max(errors.values()) < 1e-6, errors
+
+
+@pytest.mark.parametrize("loss", ["aux_loss", "global_aux_loss"])
+@pytest.mark.parametrize("options", [None, S2], ids=["S1", "S2"])
+def test_a_router_inside_of_something_has_losses_over_the_same_ranks_in_each_pass(ranks, options, loss):
+    settings = {"moe_router_load_balancing_type": loss, "moe_aux_loss_coeff": 0.1}
+    arguments = {"layout": {"tp": 2, "ep": 2, "etp": 2}, "settings": settings, "routing": None, "options": options}
+    for errors in ranks.run(compare_replicated, dispatcher="parm", wrapped=True, **arguments):
         assert max(errors.values()) < 1e-6, errors
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_ranks_choose_the_fastest_alike(ranks, tmp_path, fast, sequence_parallel
         assert difference < 1e-6
 
 
-def chosen_where_routing_is_drawn(profile: Path) -> tuple[str, str]:
+def chosen_under(settings: dict[str, Any], profile: Path) -> tuple[str, str]:
     """The schedule of a layer that has run, and what is said at start."""
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
@@ -85,8 +86,7 @@ def chosen_where_routing_is_drawn(profile: Path) -> tuple[str, str]:
     with parallel(tp=2, ep=2, etp=2):
         megatron_moe_opt.register(Options(profile=profile))
         try:
-            settings = {"sequence_parallel": False, "moe_router_force_load_balancing": True}
-            layer = build_layer(moe_config(moe_token_dispatcher_type="parm", **settings))
+            layer = build_layer(moe_config(moe_token_dispatcher_type="parm", sequence_parallel=False, **settings))
         finally:
             megatron_moe_opt.register()
         layer(torch.randn(8, 2, 64, generator=torch.Generator().manual_seed(dist.get_rank() // 2)))
@@ -94,12 +94,23 @@ def chosen_where_routing_is_drawn(profile: Path) -> tuple[str, str]:
         return dispatcher.schedule.name, dispatcher.describe()
 
 
-def test_no_choice_falls_on_s2_where_tp_ranks_draw_their_routing(ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (
+            {"moe_router_force_load_balancing": True},
+            "--moe-router-force-load-balancing has each rank of a TP group route the tokens that all of them hold in "
+            "its own way",
+        ),
+        ({"moe_expert_capacity_factor": 0.7}, "it drops or balances all tokens of a TP group together"),
+    ],
+    ids=["drawn", "dropped"],
+)
+def test_no_choice_falls_on_s2_where_it_is_another_function(ranks, tmp_path, settings, why):
     file = save(tmp_path / "cluster.json", "S2")
-    for schedule, said in ranks.run(chosen_where_routing_is_drawn, profile=file):
+    for schedule, said in ranks.run(chosen_under, settings=settings, profile=file):
         assert schedule == "S1"
-        drawn = "has each rank of a TP group route the tokens that all of them hold in its own way"
-        assert said.endswith(f", S2 left out: --moe-router-force-load-balancing {drawn}")
+        assert f", S2 left out: {why}" in said
 
 
 def refusal(ranks, file: Path, tp: int) -> str:

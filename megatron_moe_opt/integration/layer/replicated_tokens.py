@@ -130,7 +130,9 @@ class _Edge:
     """
 
     def __init__(self, layer: Any, marked: set[str]) -> None:
-        self._router, self._group = layer.router, layer.tp_group
+        # Where something is wrapped around a router, as LoRA's is, it is inside.
+        routers = (one for one in layer.router.modules() if hasattr(one, "tp_cp_group"))
+        self._router, self._group = next(routers), layer.tp_group
         self._splits_rows = False
         marked = marked | _marked(layer)
         self._frozen = [
@@ -140,7 +142,7 @@ class _Edge:
         ]
         """The parameters whose gradients are not completed over TP yet, and whether S2 needs that too."""
         self.complete_gradients()
-        self._stock_groups = layer.router.tp_cp_group, layer.router.tp_dp_cp_group
+        self._stock_groups = self._router.tp_cp_group, self._router.tp_dp_cp_group
         if layer.shared_experts is not None:
             self._take_tokens_of_both(layer.shared_experts)
 
@@ -158,19 +160,30 @@ class _Edge:
 
     @splits_rows.setter
     def splits_rows(self, splits_rows: bool) -> None:
-        if splits_rows != self._splits_rows:
-            self._splits_rows, router = splits_rows, self._router
-            router.tp_cp_group, router.tp_dp_cp_group = self._groups_of_losses()
+        if splits_rows:  # in each pass: evaluation in groups of its own puts a router's first ones back
+            self._router.tp_cp_group, self._router.tp_dp_cp_group = self._router.cp_group, self._without_tp
+        elif self._splits_rows:
+            self._router.tp_cp_group, self._router.tp_dp_cp_group = self._stock_groups
+        self._splits_rows = splits_rows
 
-    def _groups_of_losses(self) -> tuple[ProcessGroup, ProcessGroup]:
-        """Returns the groups over which auxiliary losses are means: not TP, on whose ranks the
-        router sees the same tokens.
+    @functools.cached_property
+    def _without_tp(self) -> ProcessGroup:
+        """The group over which global auxiliary losses are means under S2: not over TP, on whose ranks the router sees
+        the same tokens. Where there are none, stock's.
         """
         from megatron.core import parallel_state
 
-        if not self._splits_rows:
-            return self._stock_groups
-        return self._router.cp_group, parallel_state.get_data_parallel_group(with_context_parallel=True)
+        kinds, (_, stock) = self._router.config.moe_router_load_balancing_type, self._stock_groups
+        if "global_aux_loss" not in ([kinds] if isinstance(kinds, str) else kinds):
+            return stock
+        known = parallel_state.get_tensor_and_data_parallel_group(check_initialized=False, with_context_parallel=True)
+        if known is None or dist.get_process_group_ranks(known) != dist.get_process_group_ranks(stock):
+            raise ConfigurationError(
+                "--moe-router-load-balancing-type global_aux_loss without --sequence-parallel needs the data-parallel "
+                f"groups of Megatron's parallel_state, and this model has others: add --sequence-parallel, or use "
+                f"{FLAG} monta"
+            )
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def _complete(self, always: bool, grad: torch.Tensor) -> torch.Tensor:
         """Returns a gradient's sum over TP, where a rank has seen its part of the tokens: the router only under S1."""

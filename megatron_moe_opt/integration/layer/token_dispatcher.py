@@ -77,7 +77,8 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
             probs, routing_map = self._by_place(probs), self._by_place(routing_map)
         config, capacity, num_rows = self.config, None, None
         if config.moe_router_padding_for_quantization:
-            routing_map = pad_routing_map(routing_map, get_align_size_for_quantization(config))
+            # Some ways of it write to what the router may need for its gradients.
+            routing_map = pad_routing_map(routing_map.clone(), get_align_size_for_quantization(config))
         if config.moe_pad_expert_input_to_capacity:  # of that too, as stock has it
             routed = routing_map.size(0) * config.moe_router_topk
             capacity = get_capacity(routed, config.num_moe_experts, config.moe_expert_capacity_factor)
