@@ -28,6 +28,14 @@ def test_adapters_of_a_layer_that_was_built_are_refused(change):
         weights.current()
 
 
+def test_experts_that_share_a_parameter_are_refused():
+    shared = torch.nn.PReLU()
+    experts = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 2), shared) for _ in range(2))
+    with pytest.raises(ConfigurationError, match="several experts of a rank share the parameter 1.1.weight"):
+        ExpertWeights(experts, lambda name: int(name[0]))
+    assert ExpertWeights(experts[:1], lambda name: 0).numel
+
+
 def test_of_hooks_on_experts_only_those_of_megatrons_ddp_are_called_to_wait_for_weights():
     """Others read the inputs of a pass, and there is none."""
     experts, waited = torch.nn.Sequential(torch.nn.Linear(4, 2)), []

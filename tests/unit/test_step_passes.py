@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.runtime.travelling_experts.expert_gradients import CompressedGradients, WholeGradients
+from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
 from megatron_moe_opt.runtime.travelling_experts.step_passes import StepPasses, current_step, step_of
 
 
@@ -35,7 +41,10 @@ def test_one_micro_batch_has_nothing_wait():
 
 def test_gradients_of_a_step_that_lacks_a_pass_are_told_and_forgotten():
     layer = Layer()
-    with pytest.raises(RuntimeError, match="fewer backward passes than its step has micro-batches, 2"), step_of(2):
+    with (
+        pytest.raises(ConfigurationError, match="fewer backward passes than its step has micro-batches, 2"),
+        step_of(2),
+    ):
         assert current_step().defers(layer, None)
     assert layer.forgotten == 1 and current_step() is None
 
@@ -46,3 +55,27 @@ def test_gradients_of_a_step_that_failed_are_forgotten():
         current_step().defers(layer, None)
         raise KeyError
     assert layer.forgotten == 1 and current_step() is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradients", "waits"),
+    [
+        (torch.bfloat16, WholeGradients(), True),
+        (torch.float16, WholeGradients(), False),
+        (torch.float16, CompressedGradients(1, 2.0), True),
+    ],
+)
+def test_whole_gradients_in_float16_return_in_each_pass(dtype, gradients, waits):
+    """What waits is summed in float32, and travels in its dtype: a step's sum may be beyond float16's range."""
+    went = []
+    layer = MigratedExperts.__new__(MigratedExperts)
+    layer.gradients, layer.own, layer._deferring = gradients, 0, []
+    layer.communicator = SimpleNamespace(
+        residents=SimpleNamespace(limit=None),
+        defer=lambda *_: went.append("waits") or SimpleNamespace(wait=lambda: None),
+        reduce=lambda *_: went.append("returns"),
+    )
+    with step_of(2):
+        for _ in range(2):
+            layer.return_gradients(torch.ones(2, 4, dtype=dtype))
+    assert went == ["waits" if waits else "returns", "returns"]

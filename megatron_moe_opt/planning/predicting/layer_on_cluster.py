@@ -133,13 +133,16 @@ class LayerOnCluster:
         return self.seconds_to_copy(CODEC_COPIES[kind] * num_bytes) if curve is None else curve.seconds(num_bytes)
 
     def held_bytes_of_others(self, domains: ExpertDomains) -> int:
-        """Returns the bytes of other ranks' experts and of their gradients that a rank holds on its device, and of its
+        """Returns the bytes of gathered experts and of others' gradients that a rank holds on its device, and of its
         own experts as they were sent: by these it sees whether they have changed.
         """
         world = self.cluster.world
         crosses = domains.experts_cross_nodes([world.nodes[rank] for rank in world.layout.first_group("ep")])
-        others, as_sent = math.prod(domains.sizes) - 1, self.workload.expert_bytes
-        return int(others * self.workload.held_bytes_of_others(crosses) + (as_sent if others else 0))
+        one, others = self.workload, math.prod(domains.sizes) - 1
+        if not others:
+            return 0
+        gathered_again = one.resident_part * one.expert_bytes  # what is gathered has the own ones among the others'
+        return int(others * one.held_bytes_of_others(crosses) + gathered_again + one.expert_bytes)
 
     def bytes_of_copies(self, holds: int) -> int:
         """Returns the bytes that are copied in memory of experts which travel: into the message, their gradients into

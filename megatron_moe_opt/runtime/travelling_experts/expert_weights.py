@@ -46,6 +46,13 @@ class ExpertWeights:
         self.experts, self._ready, self.come_late = experts, ready, come_late
         parameters = dict(experts.named_parameters())
         owner = {name: expert_of(name) for name in parameters}
+        expert_with = {parameter: owner[name] for name, parameter in parameters.items()}
+        for name, parameter in experts.named_parameters(remove_duplicate=False):
+            if expert_of(name) != expert_with[parameter]:
+                raise ConfigurationError(
+                    f"--moe-opt-domain-sizes: several experts of a rank share the parameter {name}, and experts that "
+                    "travel have theirs to themselves: give each its own, or take 1, where none travels"
+                )
         self.is_by_expert = None not in owner.values()
         """Whether each expert is a consecutive part of the flat tensor, all of them alike."""
         names = sorted(parameters, key=lambda name: owner[name] or 0)  # stable: the module's order inside an expert

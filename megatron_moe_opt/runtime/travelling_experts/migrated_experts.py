@@ -221,14 +221,15 @@ class MigratedExperts:
     def return_gradients(self, parts: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Starts to return the gradients of a backward pass, and of those before it whose gradients have waited, to
         the owners [owners, numel]; in a step's passes but the last they wait for that, where that takes memory of the
-        device as many layers' as experts stay.
+        device as many layers' as experts stay. Whole ones in float16 never wait.
 
         Returns:
             What waits for the sum of this rank's, [numel]; None: they wait.
         """
         step = current_step()
         limit = self.communicator.residents.limit if self.gradients.takes_memory else None
-        if step is not None and step.defers(self, limit):
+        waits = step is not None and step.defers(self, limit)
+        if waits and (self.gradients.is_lossy or parts.dtype != torch.float16):  # whose range a step's sum may exceed
             self._deferring.append(self.communicator.defer(parts, self.own, self.gradients))
             return None
         for running in self._deferring:

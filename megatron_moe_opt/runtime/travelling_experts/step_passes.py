@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
+from megatron_moe_opt.errors import ConfigurationError
+
 
 @dataclass(frozen=True)
 class TrainedModel:
@@ -82,7 +84,7 @@ def step_of(micro_batches: int) -> Iterator[None]:
     """Runs a step inside the context, of so many backward passes of each layer or more.
 
     Raises:
-        RuntimeError: a layer had fewer, so that its gradients are not where they are needed.
+        ConfigurationError: a layer had fewer, so that its gradients are not where they are needed.
     """
     global _step
     _step = step = StepPasses(micro_batches)
@@ -93,7 +95,7 @@ def step_of(micro_batches: int) -> Iterator[None]:
     finally:
         _step = None
         if not step.end() and is_complete:
-            raise RuntimeError(
+            raise ConfigurationError(
                 f"a MoE layer had fewer backward passes than its step has micro-batches, {micro_batches}: gradients of "
-                "experts that travel were not returned"
+                "experts that travel were not returned; take --moe-opt-domain-sizes 1, where none travels, or monta"
             )
