@@ -154,8 +154,8 @@ __global__ void __launch_bounds__(kBlockThreads, 4)  // more would have to spill
   if (!kPadded && first_token + tokens == num_tokens) {
     // Fewer entries than promised, where logits are NaN: what is left over must not point anywhere else.
     for (int64_t entry = first_entry + entries.total + threadIdx.x; entry < max_rows; entry += kBlockThreads) {
-      rows[entry] = sources[entry] = 0;
-      experts[entry] = 0;
+      rows[entry] = entry;
+      sources[entry] = experts[entry] = 0;
     }
   }
   __syncthreads();

@@ -69,7 +69,8 @@ int64_t row_map_scratch_bytes(int64_t num_tokens, int64_t num_experts);
 
 // Builds offsets [T + 1], rows, experts and sources [up to max_rows] and expert_counts [E] from routing_map.
 // Rows at or past max_rows are not written and are no entries: offsets[T] <= max_rows, expert_counts count kept rows.
-// Where there are fewer, rows, experts and sources end in zeros.
+// Where there are fewer, entries that no token owns are left over, and name the rows left over, each its own, and zeros
+// as their experts and as the sources of these rows.
 // With a capacity, drop-and-pad as in cpu::build_padded_row_map; max_rows is then not read, expert_counts not written.
 void build_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts, int64_t max_rows,
                    std::optional<int64_t> capacity, int64_t* offsets, int64_t* rows, int32_t* experts, int64_t* sources,

@@ -88,8 +88,9 @@ def build_row_map(routing_map: torch.Tensor, capacity: int | None = None, num_ou
             at the capacity, then, where they are fewer, the lowest tokens that are not routed to it. None: every
             routed pair is a row.
         num_out_tokens: number of routed pairs, if known. On CUDA it spares a host synchronisation; where there are
-            fewer pairs (Transformer Engine's router gives a token of NaNs one expert), the rows left over are copies of
-            some token's. On CPU the pairs are counted anyway and it is not read. With `capacity` it is not needed.
+            fewer pairs (Transformer Engine's router gives a token of NaNs one expert), the rows left over come last,
+            and are no token's: nothing writes them. On CPU the pairs are counted anyway and it is not read. With
+            `capacity` it is not needed.
 
     Raises:
         ValueError: a routing map that is not two-dimensional, or a capacity outside [0, T].
@@ -114,7 +115,7 @@ def build_row_map_by_sample(routing_map: torch.Tensor, num_samples: int, num_out
     Args:
         routing_map: [T, E]; token s of sample b is row s * num_samples + b, as in Megatron-Core.
         num_samples: B; divides T.
-        num_out_tokens: as for `build_row_map`.
+        num_out_tokens: as for `build_row_map`, but rows left over are token 0's, of expert 0.
 
     Raises:
         ValueError: as `build_row_map`, or a number of samples that does not divide T.

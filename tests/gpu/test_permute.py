@@ -75,13 +75,19 @@ def test_fewer_rows_than_promised_point_nowhere_else(device, samples):
     expected = kernels.build_row_map_by_sample(routing_map, samples)
     promised = kernels.build_row_map_by_sample(routing_map.to(device), samples, tokens * topk)
     assert promised.num_rows == tokens * topk > routed
+    assert_same_bits(promised.rows.sort().values, torch.arange(tokens * topk))
     for row_map in (promised, promised.cut(4)):
         for one, most in ((row_map.rows, tokens * topk), (row_map.experts, experts)):
             assert one.min() >= 0 and one.max() < most
-    assert promised.sources is None or (promised.sources.max() < tokens)
+    assert promised.sources.min() >= 0 and promised.sources.max() < tokens
     assert_same_bits(promised.expert_counts, expected.expert_counts)
-    if samples == 1:
-        assert_same_bits(promised.sources[:routed], expected.sources)
+    assert_same_bits(promised.sources[:routed], expected.sources)
+    # Of the others, tokens and experts are as they would be without.
+    kept = promised.rows < routed
+    for name in ("rows", "experts"):
+        assert_same_bits(getattr(promised, name)[kept], getattr(expected, name))
+    if samples == 1:  # and no token has those left over
+        assert int(promised.offsets[-1]) == routed and not kept[routed:].any()
 
 
 def test_row_map_from_shuffled_repeated_sources(device):
