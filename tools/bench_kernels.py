@@ -286,13 +286,14 @@ class Workload:
         same = {name: run for name, (run, _) in of(WireFormat.SAME).items()}
         packed, column = kernels.permute_packed(tokens, probs, row_map), self.probs.new_empty(self.num_rows, 1)
         first, size = hidden * tokens.element_size(), column.element_size()
-        split = {
+        beside = {
             "probabilities split off": (
                 lambda: steps.run_now(steps.copy_columns(packed, first, column, 0, size, chunks)),
                 2 * column.nbytes,
-            )
+            ),
+            "row map cut in 4": (lambda: row_map.cut(4), 2 * row_map.rows.nbytes + row_map.experts.nbytes),
         }
-        rows = rows_of(split, {}, self.dtype, repeats, self.device)
+        rows = rows_of(beside, {}, self.dtype, repeats, self.device)
         for wire in (WireFormat.BF16, WireFormat.FP8, WireFormat.MXFP8):
             if wire.dtype_of(tokens.dtype) == tokens.dtype:
                 continue

@@ -80,6 +80,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> build_padded_row_map(const Input<"rou
   return {offsets, rows, experts, sources};
 }
 
+// The rows of the map in chunk order.
+Tensor cut_rows(const RowMapTensors& row_map, const Input<"expert_counts">& expert_counts,
+                Size<"num_chunks"> num_chunks) {
+  const auto& rows = std::get<1>(row_map);
+  const RowMap map = view(row_map, rows.device());
+  check_index(expert_counts, rows.device());
+  check(std::get<2>(row_map).has_value() && expert_counts.numel() == map.num_experts,
+        "expert_counts must be those of a row map's experts");
+  check(num_chunks >= 1 && num_chunks <= INT32_MAX && bounded_product(map.num_rows, num_chunks) <= kMostBytes,
+        map.num_rows, " rows cannot be cut into ", num_chunks.value, " chunks");
+  const int64_t* counts = expert_counts.const_data_ptr<int64_t>();
+  Tensor cut = empty_like({map.num_rows}, ScalarType::Long, rows);
+  int64_t* cut_data = cut.mutable_data_ptr<int64_t>();
+  MOE_OPT_IF_CUDA(rows, {
+    cuda::cut_rows(map.rows, map.experts, counts, map.num_rows, map.num_experts, num_chunks, cut_data, call.stream);
+  }) {
+    int64_t left = map.num_rows;
+    for (int64_t e = 0; e < map.num_experts; ++e) {
+      check(counts[e] >= 0 && counts[e] <= left, "expert_counts: not of ", map.num_rows, " rows");
+      left -= counts[e];
+    }
+    cpu::cut_rows(map.rows, map.experts, counts, map.num_rows, map.num_experts, num_chunks, cut_data);
+  }
+  return cut;
+}
+
 // offsets, rows, experts. rows_per_expert == 0: no experts.
 std::tuple<Tensor, Tensor, OptionalTensor> build_row_map_from_sources(const Input<"sorted_indices">& sources,
                                                                       Size<"num_tokens"> num_tokens,
@@ -139,6 +165,7 @@ void check_routing_map(const Argument& routing_map) {
 void bind_row_map(py::module_& m) {
   define(m, "build_row_map", build_row_map, NoGil());
   define(m, "build_padded_row_map", build_padded_row_map, NoGil());
+  define(m, "cut_rows", cut_rows, NoGil());
   define(m, "build_row_map_from_sources", build_row_map_from_sources, NoGil());
 }
 

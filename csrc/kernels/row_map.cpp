@@ -129,6 +129,33 @@ void build_padded_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_
   offsets[num_tokens] = entry;
 }
 
+void cut_rows(const int64_t* rows, const int32_t* experts, const int64_t* expert_counts, int64_t num_rows,
+              int64_t num_experts, int64_t num_chunks, int64_t* cut) {
+  std::vector<int64_t> first_rows(num_experts);          // of each expert
+  std::vector<int64_t> parts(num_chunks * num_experts);  // [chunks, E]: the first row of each
+  int64_t row = 0, chunk_row = 0;
+  for (int64_t e = 0; e < num_experts; ++e) {
+    first_rows[e] = row;
+    row += expert_counts[e];
+  }
+  for (int64_t c = 0; c < num_chunks; ++c) {
+    for (int64_t e = 0; e < num_experts; ++e) {
+      const int64_t n = expert_counts[e];
+      parts[c * num_experts + e] = chunk_row;
+      chunk_row += n * (c + 1) / num_chunks - n * c / num_chunks;
+    }
+  }
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const int64_t n = expert_counts[experts[i]], index = rows[i] - first_rows[experts[i]];
+    if (index < 0 || index >= n) {
+      cut[i] = rows[i];
+      continue;
+    }
+    const int64_t c = ((index + 1) * num_chunks - 1) / n;
+    cut[i] = parts[c * num_experts + experts[i]] + index - n * c / num_chunks;
+  }
+}
+
 int64_t build_row_map_from_sources(const int64_t* sources, int64_t num_rows, int64_t num_tokens,
                                    int64_t rows_per_expert, int64_t* offsets, int64_t* rows, int32_t* experts) {
   std::fill(offsets, offsets + num_tokens + 1, 0);

@@ -284,6 +284,50 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
+// cut[i] = the row of entry i in chunk order, see cpu::cut_rows; a thread an entry. Every block adds up the parts of
+// each chunk itself. Dynamic shared memory: first_rows [E].
+__global__ void __launch_bounds__(kBlockThreads)
+    cut_rows_kernel(const int64_t* __restrict__ rows, const int32_t* __restrict__ experts,
+                    const int64_t* __restrict__ expert_counts, int64_t num_rows, int num_experts, int64_t num_chunks,
+                    int64_t* __restrict__ cut) {
+  extern __shared__ int64_t first_rows[];
+  // Writes the exclusive sum of size(rows of the expert) over experts, from `row` on, and returns where it ends.
+  const auto add_up = [&](int64_t row, auto size) {
+    for (int base = 0; base < num_experts; base += kBlockThreads) {
+      const int e = base + static_cast<int>(threadIdx.x);
+      const int64_t own = e < num_experts ? size(expert_counts[e]) : 0;
+      const BlockSum sum = block_sum(own);
+      if (e < num_experts) first_rows[e] = row + sum.inclusive - own;  // block_sum waits for those who read it before
+      row += sum.total;
+    }
+    __syncthreads();
+    return row;
+  };
+  add_up(0, [](int64_t count) { return count; });
+  const int64_t entry = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
+  const bool any = entry < num_rows;
+  const int expert = any ? experts[entry] : 0;
+  const int64_t row = any ? rows[entry] : 0, count = expert_counts[expert];
+  const int64_t index = row - first_rows[expert];
+  const bool left_over = index < 0 || index >= count;
+  const int64_t chunk = left_over ? -1 : ((index + 1) * num_chunks - 1) / count;
+  int64_t cut_row = row, chunk_row = 0;
+  for (int64_t c = 0; c < num_chunks; ++c) {
+    chunk_row = add_up(chunk_row, [&](int64_t n) { return n * (c + 1) / num_chunks - n * c / num_chunks; });
+    if (c == chunk) cut_row = first_rows[expert] + index - count * c / num_chunks;
+  }
+  if (any) cut[entry] = cut_row;
+}
+
+// Lets a kernel have this much dynamic shared memory; refused where the device has too little.
+template <typename Kernel>
+void allow_shared(Kernel* kernel, int64_t bytes, const char* what) {
+  if (bytes <= kDefaultSharedBytes) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(std::min<int64_t>(bytes, INT32_MAX))),
+        what);
+}
+
 }  // namespace
 
 // Masks and rows before for each tile, and one total an expert.
@@ -329,12 +373,8 @@ void build_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_e
   const unsigned fill_blocks = grid_blocks(divide_up(num_tokens, tokens_a_block), "build_row_map");
   const int64_t shared_bytes = num_experts * kEntryBytes;
   const auto fill = [&](auto padded) {
-    if (shared_bytes > kDefaultSharedBytes) {
-      // Refused where the device has too little: about 10,000 experts on sm_80 (163 KiB), 14,000 on sm_90 (227 KiB).
-      check(cudaFuncSetAttribute(fill_rows_kernel<padded>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(std::min<int64_t>(shared_bytes, INT32_MAX))),
-            "build_row_map: shared memory for this number of experts");
-    }
+    // Refused from about 10,000 experts on, on sm_80 (163 KiB), from 14,000 on sm_90 (227 KiB).
+    allow_shared(fill_rows_kernel<padded>, shared_bytes, "build_row_map: shared memory for this number of experts");
     fill_rows_kernel<padded><<<fill_blocks, kBlockThreads, shared_bytes, cuda_stream>>>(
         masks, rows_before, expert_totals, num_tokens, tokens_a_block, static_cast<int>(num_experts), max_rows,
         capacity.value_or(0), offsets, rows, experts, sources, expert_counts);
@@ -345,6 +385,17 @@ void build_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_e
   } else {
     fill(std::false_type{});
   }
+}
+
+void cut_rows(const int64_t* rows, const int32_t* experts, const int64_t* expert_counts, int64_t num_rows,
+              int64_t num_experts, int64_t num_chunks, int64_t* cut, void* stream) {
+  if (num_rows == 0) return;
+  const unsigned blocks = grid_blocks(divide_up(num_rows, kBlockThreads), "cut_rows");
+  const int64_t shared_bytes = num_experts * sizeof(int64_t);
+  allow_shared(cut_rows_kernel, shared_bytes, "cut_rows: shared memory for this number of experts");
+  cut_rows_kernel<<<blocks, kBlockThreads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(
+      rows, experts, expert_counts, num_rows, static_cast<int>(num_experts), num_chunks, cut);
+  check(cudaGetLastError(), "cut_rows_kernel");
 }
 
 // A count a token, a total a block of tokens, the rows before they are ordered.

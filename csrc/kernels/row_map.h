@@ -52,6 +52,12 @@ class RowMapBuilder {
 void build_padded_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts, int64_t capacity,
                           int64_t* offsets, int64_t* rows, int32_t* experts, int64_t* sources);
 
+// The rows [R] of a map whose experts own expert_counts [E] rows, in chunk order: each expert's rows are cut into
+// num_chunks > 0 parts, part c of n rows is [n * c / num_chunks, n * (c + 1) / num_chunks), and chunk c is part c of
+// all experts, in expert order. A row that is none of its expert's, because it is left over, keeps its number.
+void cut_rows(const int64_t* rows, const int32_t* experts, const int64_t* expert_counts, int64_t num_rows,
+              int64_t num_experts, int64_t num_chunks, int64_t* cut);
+
 // Builds offsets [T + 1] and rows [R] from sources [R], the token of each permuted row. Where experts is not null it
 // gets row / rows_per_expert of each entry. Returns the first row whose source is outside [0, T), or -1 if none is;
 // in the former case the outputs hold nothing useful.
@@ -75,6 +81,10 @@ int64_t row_map_scratch_bytes(int64_t num_tokens, int64_t num_experts);
 void build_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts, int64_t max_rows,
                    std::optional<int64_t> capacity, int64_t* offsets, int64_t* rows, int32_t* experts, int64_t* sources,
                    int64_t* expert_counts, void* scratch, void* stream);
+
+// As in cpu.
+void cut_rows(const int64_t* rows, const int32_t* experts, const int64_t* expert_counts, int64_t num_rows,
+              int64_t num_experts, int64_t num_chunks, int64_t* cut, void* stream);
 
 // Bytes of scratch memory that build_row_map_from_sources needs.
 int64_t sources_scratch_bytes(int64_t num_rows, int64_t num_tokens);

@@ -41,7 +41,8 @@ class RowMap:
 
     def cut(self, num_chunks: int) -> RowMap:
         """Returns the same rows in chunk order: each expert's rows are cut into `num_chunks` parts, and chunk c is part
-        c of all experts, in expert order. The parts are as equal as whole rows allow, see `cut_counts`.
+        c of all experts, in expert order. The parts are as equal as whole rows allow, see `cut_counts`. Rows that are
+        left over (see `build_row_map`) stay the last ones.
 
         Raises:
             ValueError: a map that is cut already, or that knows no experts; no chunks.
@@ -52,16 +53,7 @@ class RowMap:
             raise ValueError("only a row map that knows its experts and is not cut yet can be cut into chunks")
         if num_chunks == 1:
             return self
-        counts = self.expert_counts
-        parts = cut_counts(counts, num_chunks)  # [chunks, E]
-        first_row = (parts.view(-1).cumsum(0) - parts.view(-1)).view_as(parts)
-        first_in_expert = parts.cumsum(0) - parts
-        experts = self.experts.long()
-        of_expert = counts.clamp(min=1)[experts]
-        # Of each entry among its expert's rows; of one that is left over (see build_row_map), that of the last of them.
-        index = (self.rows - (counts.cumsum(0) - counts)[experts]).clamp_(max=of_expert - 1)
-        chunk = ((index + 1) * num_chunks - 1).div_(of_expert, rounding_mode="floor")
-        rows = index + (first_row - first_in_expert).view(-1)[chunk * self.num_experts + experts]
+        rows = _C.cut_rows(self.tensors, self.expert_counts, num_chunks)
         return dataclasses.replace(self, rows=rows, sources=None, num_chunks=num_chunks)
 
 

@@ -66,6 +66,8 @@ def row_map(draw: Draw) -> None:
     here, there = kernels.build_row_map(routing, capacity), kernels.build_row_map(routing.to(DEVICE), capacity)
     for name in ("offsets", "rows", "experts", "sources", "expert_counts"):
         same(getattr(there, name), getattr(here, name))
+    number = draw.of((2, 3, 8, 70))
+    same(there.cut(number).rows, here.cut(number).rows)
     if capacity is None:
         size = draw.number(0, here.num_rows)
         offsets, rows, _, sources, counts = load_extension().build_row_map(routing.to(DEVICE), size)

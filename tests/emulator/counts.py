@@ -70,6 +70,7 @@ def ops() -> dict[str, Callable[[], object]]:
         "build_row_map": lambda: extension.build_row_map(routed, num_tokens * topk),
         "build_padded_row_map": lambda: extension.build_padded_row_map(routed, 9),
         "build_row_map_from_sources": lambda: extension.build_row_map_from_sources(row_map.sources, num_tokens, 1),
+        "cut_rows": lambda: extension.cut_rows(row_map.tensors, row_map.expert_counts, 4),
         "permute_rows": lambda: extension.permute_rows(row_map.tensors, tokens, probs),
         "spread_rows": lambda: extension.spread_rows(row_map.tensors, tokens, rows),
         "permute_packed": lambda: extension.permute_packed(row_map.tensors, tokens, probs, "same"),

@@ -23,6 +23,8 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ),
     ("row_map.cu", "max(int64_t{0}, capacity - total)", "capacity - total", ("row_map",)),
     ("row_map.cu", "expert_totals[e] + (first_token + j - row)", "expert_totals[e] + (j - row)", ("row_map",)),
+    ("row_map.cu", "row += sum.total;\n    }\n    __syncthreads();", "row += sum.total;\n    }", ("row_map",)),
+    ("row_map.cu", "(index + 1) * num_chunks - 1", "index * num_chunks", ("row_map",)),
     ("row_map.cu", "entry += unordered[other] < row", "entry += unordered[other] <= row", ("sources",)),
     ("row_map.cu", "next_one += ones.total;", "", ("sources",)),
     ("row_map.cu", "if (atomicAdd(&taken[token], 1ull) == 0) long_tokens", "long_tokens", ("sources",)),

@@ -115,6 +115,12 @@ class Draw(random.Random):
         return getattr(self.extension, name)(*CALLS[name](self))
 
 
+def _cut(draw: Draw) -> list[Any]:
+    row_map, _, experts, _ = draw.row_map()
+    known = torch.zeros(0, dtype=torch.int64) if row_map[2] is None else row_map[2].long()
+    return [row_map, torch.bincount(known, minlength=experts), draw.size(1)]
+
+
 def _permute(draw: Draw) -> list[Any]:
     row_map, tokens, experts, _ = draw.row_map()
     rows = draw.numbers(tokens, draw.size(0, 70), dtype=draw.choice(FLOATS))
@@ -328,6 +334,7 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "build_row_map_from_sources": lambda draw: [
         draw.below(tokens := draw.size(), draw.size()), tokens, draw.choice((0, draw.size(1))),
     ],
+    "cut_rows": _cut,
     "permute_rows": lambda draw: _permute(draw) if draw.chance(0.7) else [*_permute(draw)[:2], None],
     "spread_rows": _spread_rows,
     "permute_packed": lambda draw: [*_permute(draw), draw.choice(WIRES)],
