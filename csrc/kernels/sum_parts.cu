@@ -105,22 +105,30 @@ __global__ void __launch_bounds__(kBlockThreads)
 // Rows of 8 bits, by pieces. grid: rows.
 template <typename Rows>
 __global__ void __launch_bounds__(kBlockThreads) sum_wire_parts_kernel(const __grid_constant__ Parts parts, Side out) {
-  const auto read = [&](const char* row, int64_t piece, float (&values)[kPiece]) {
-    Side part = out;
-    part.data = const_cast<char*>(row);
-    read_piece<Rows>(part, 0, piece, values);
-  };
   const int64_t offset = blockIdx.x * out.stride;
   for (int64_t base = 0; base * kPiece < out.hidden; base += blockDim.x) {
     const int64_t piece = base + threadIdx.x;
+    const auto load = [&](const char* row) {
+      typename Rows::Packed packed{};
+      if (piece * kPiece < out.hidden) packed = Rows::load(out, row, hidden_from_compiler(piece));
+      return packed;
+    };
     float total[kPiece];
-    read(parts.first(offset), piece, total);
-    parts.for_each_other<1>(offset, [&](const char* row) {
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) total[i] = -0.0f;  // -0 + x is x, for every x
+    const auto add = [&](const typename Rows::Packed& packed) {
       float values[kPiece];
-      read(row, piece, values);
+      Rows::widen(packed, values);
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) total[i] = __fadd_rn(total[i], values[i]);
+    };
+    auto held = load(parts.first(offset));
+    parts.for_each_other<1>(offset, [&](const char* row) {
+      const auto next = load(row);  // on its way while what is held arrives
+      add(held);
+      held = next;
     });
+    add(held);
     __syncthreads();  // where `out` is one of the parts, others have read the scale that one of them writes
     const auto packed = Rows::narrow(total);
     Rows::store(packed, out, out.row(blockIdx.x), piece);

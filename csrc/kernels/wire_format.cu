@@ -67,14 +67,17 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
   for (int64_t piece = threadIdx.x; is_called<To>(tokens, piece); piece += blockDim.x) {
     float total[kPiece] = {};
     for (int64_t entry = first; entry < last && piece * kPiece < tokens.hidden; entry += kRowsHeld) {
+      int64_t row[kRowsHeld];  // all known before the first of them is read
+#pragma unroll
+      for (int r = 0; r < kRowsHeld; ++r) row[r] = entry + r < last ? rows[entry + r] : -1;
       typename From::Packed held[kRowsHeld];
 #pragma unroll
       for (int r = 0; r < kRowsHeld; ++r) {
-        if (entry + r < last) held[r] = From::load(permuted, permuted.row(rows[entry + r]), piece);
+        if (row[r] >= 0) held[r] = From::load(permuted, permuted.row(row[r]), piece);
       }
 #pragma unroll
       for (int r = 0; r < kRowsHeld; ++r) {
-        if (entry + r >= last) continue;
+        if (row[r] < 0) continue;
         float values[kPiece];
         From::widen(held[r], values);
 #pragma unroll

@@ -89,7 +89,7 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("wire_format.cuh", "distance = kLanes / 2; distance > 0", "distance = kLanes / 2; distance > 1", ("wire",)),
     ("wire_format.cuh", "    if (piece % kLanes != 0) return;\n", "", ("wire",)),
     ("wire_format.cuh", "if (piece * kPiece >= side.hidden) return;", "", ("wire",)),
-    ("wire_format.cu", "if (entry + r >= last) continue;", "", ("wire",)),
+    ("wire_format.cu", "if (row[r] < 0) continue;", "", ("wire",)),
     ("sum_parts.cu", "    __syncthreads();  // where", "    // where", ("wire",)),
     # residual_codec.cu
     ("residual_codec.cu", "    above += sum_above.total;\n", "", ("second_round",)),
