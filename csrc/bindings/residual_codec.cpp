@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor> sr_encode(const Input<"expert">& expert, const Input<
   const void* shared_data = shared.const_data_ptr();
   uint16_t* indices_data = indices.mutable_data_ptr<uint16_t>();
   MOE_OPT_IF_CUDA(expert, {
-    Tensor scratch = empty_like({cuda::sr_encode_scratch_bytes(numel, k)}, ScalarType::Byte, expert);
+    Tensor scratch = empty_like({cuda::sr_encode_scratch_bytes(dtype, numel, k)}, ScalarType::Byte, expert);
     cuda::sr_encode(dtype, numel, expert_data, shared_data, k, values.mutable_data_ptr(), indices_data,
                     scratch.mutable_data_ptr(), call.stream);
   }) {

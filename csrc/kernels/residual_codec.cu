@@ -64,12 +64,14 @@ struct Scratch {
   int capacity;
   int64_t bytes;
 
-  Scratch(void* base, int64_t numel, int64_t kept) {
+  Scratch(void* base, DType dtype, int64_t numel, int64_t kept) {
     segments = divide_up(numel, kSegment);
     block_segments = std::max<int64_t>(kBlockWarps, divide_up(segments, kMaxSelectBlocks));
     select_blocks = divide_up(segments, block_segments);
-    // Twice the expected candidates and then some; more would seldom be used, fewer be exceeded by chance.
-    const int64_t wanted = kWarp + 2 * divide_up(kept * kSegment, numel);
+    // Twice the expected candidates and then some; more would seldom be used, fewer be exceeded by chance. Weights of 2
+    // bytes change by a unit or two of their last place: thousands of residuals tie, and become candidates together.
+    const int64_t times = element_size(dtype) == 2 ? 4 : 2;
+    const int64_t wanted = kWarp + times * divide_up(kept * kSegment, numel);
     capacity = static_cast<int>(std::min<int64_t>(kSegment, divide_up(wanted, kWarp) * kWarp));
     char* next = static_cast<char*>(base);
     const auto take = [&](auto** array, int64_t count) {
@@ -519,8 +521,8 @@ bool can_vectorize(DType dtype, int64_t numel, const void* a, const void* b) {
 
 }  // namespace
 
-int64_t sr_encode_scratch_bytes(int64_t numel, int64_t kept) {
-  return kept == 0 ? 0 : Scratch(nullptr, numel, kept).bytes;
+int64_t sr_encode_scratch_bytes(DType dtype, int64_t numel, int64_t kept) {
+  return kept == 0 ? 0 : Scratch(nullptr, dtype, numel, kept).bytes;
 }
 
 void sr_encode(DType dtype, int64_t numel, const void* expert, const void* shared, int64_t kept, void* values,
@@ -531,7 +533,7 @@ void sr_encode(DType dtype, int64_t numel, const void* expert, const void* share
     if (bytes > 0) check(cudaMemsetAsync(indices, 0, bytes, cuda_stream), "memset of block ends");
     return;
   }
-  const Scratch scratch(scratch_memory, numel, kept);
+  const Scratch scratch(scratch_memory, dtype, numel, kept);
   const Weights weights{static_cast<const char*>(expert), static_cast<const char*>(shared), numel};
   check(cudaMemsetAsync(scratch.control, 0, sizeof(Control), cuda_stream), "memset of sr_encode's scratch");
 

@@ -50,7 +50,7 @@ namespace cuda {
 // As in cpu, on `stream` (a cudaStream_t), without host synchronisation. All pointers are device pointers.
 
 // Bytes of scratch memory that sr_encode needs.
-int64_t sr_encode_scratch_bytes(int64_t numel, int64_t kept);
+int64_t sr_encode_scratch_bytes(DType dtype, int64_t numel, int64_t kept);
 
 void sr_encode(DType dtype, int64_t numel, const void* expert, const void* shared, int64_t kept, void* values,
                uint16_t* indices, void* scratch, void* stream);

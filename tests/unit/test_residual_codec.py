@@ -190,7 +190,8 @@ def test_bytes_on_the_wire():
 
 def test_the_benchmark_counts_every_byte_once():
     rows = CodecWorkload(torch.device("cpu"), 1000, 20, "bf16", seed=1).measure(repeats=2)
-    assert [row.op for row in rows] == ["encode", "decode"]
+    rows += CodecWorkload(torch.device("cpu"), 1000, 20, "bf16", 1, learning_rate=1e-4).measure(repeats=2)
+    assert [row.op for row in rows] == ["encode", "decode", "encode, after a step", "decode, after a step"]
     for row in rows:
         assert row.moved_bytes == 2 * 2000 + 20 * 4 + 4
         assert 0 < row.ours.low <= row.ours.median <= row.ours.high
