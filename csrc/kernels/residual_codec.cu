@@ -389,8 +389,15 @@ __global__ void __launch_bounds__(kBlockThreads) write_kernel(Weights weights, c
         const unsigned all_kept = __ballot_sync(kAllLanes, keep);
         if (keep) {
           const int64_t position = entry + lower_lanes(all_kept);
-          rounded<T>(residual).store(values, position);
-          kept_places[position] = segment.place(i);
+          const uint16_t place = segment.place(i);
+          Elements<T, 1> value = rounded<T>(residual);
+          if (!(fabsf(float_of<T>(value)) < largest_binade(T{}))) {  // may overflow: as a rule none does
+            const int64_t index = segment.first / kCodecBlock * kCodecBlock + place;
+            value = exact_value<T>(Elements<T, 1>::load(weights.expert, index),
+                                   Elements<T, 1>::load(weights.shared, index), value);
+          }
+          value.store(values, position);
+          kept_places[position] = place;
         }
         entry += __popc(all_kept);
         seen_ties += __popc(tied);
@@ -408,30 +415,6 @@ __global__ void __launch_bounds__(kBlockThreads) write_kernel(Weights weights, c
 
 __device__ __forceinline__ int64_t block_end(const uint16_t* indices, int64_t block) {
   return int64_t{indices[2 * block]} | int64_t{indices[2 * block + 1]} << 16;
-}
-
-// Puts exact values in the place of those that may overflow; a thread an entry. Few need it, as a rule none.
-template <typename T>
-__global__ void __launch_bounds__(kBlockThreads)
-    exact_values_kernel(Weights weights, const uint16_t* indices, int64_t kept, char* values) {
-  using Element = Elements<T, 1>;
-  const int64_t entry = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
-  if (entry >= kept) return;
-  const Element value = Element::load(values, entry);
-  if (fabsf(float_of<T>(value)) < largest_binade(T{})) return;
-  const int64_t blocks = divide_up(weights.numel, kCodecBlock);
-  int64_t block = 0;
-  for (int64_t last = blocks - 1; block < last;) {  // the first that ends behind the entry
-    const int64_t middle = (block + last) / 2;
-    if (block_end(indices, middle) > entry) {
-      last = middle;
-    } else {
-      block = middle + 1;
-    }
-  }
-  const int64_t index = block * kCodecBlock + indices[2 * blocks + entry];
-  exact_value<T>(Element::load(weights.expert, index), Element::load(weights.shared, index), value)
-      .store(values, entry);
 }
 
 // The first of the ascending places [begin, end) that is not below `bound`, or `end`; all lanes of a warp call it. Each
@@ -560,9 +543,6 @@ void sr_encode(DType dtype, int64_t numel, const void* expert, const void* share
     write_kernel<T>
         <<<blocks, kBlockThreads, 0, cuda_stream>>>(weights, scratch, kept, static_cast<char*>(values), indices);
     check(cudaGetLastError(), "write_kernel");
-    exact_values_kernel<T><<<grid_blocks(divide_up(kept, kBlockThreads), "sr_encode"), kBlockThreads, 0, cuda_stream>>>(
-        weights, indices, kept, static_cast<char*>(values));
-    check(cudaGetLastError(), "exact_values_kernel");
   });
 }
 
