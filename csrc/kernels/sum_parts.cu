@@ -204,11 +204,16 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
   if (dtype == DType::kFloat32 && !whole) return sum_elements(float{}, HalfOfWord{});
   const bool wide = width * element_size(dtype) % kVectorBytes == 0 && aligned(kVectorBytes);
   with_vector(dtype, wide, [&](auto element, auto count) {
-    const int64_t vectors = width / count;
+    int64_t rows = num_rows, vectors = width / count, stride = out.stride_bytes;
+    if (stride == width * element_size(dtype)) {  // one behind another: a single row may have all experts' gradients
+      rows *= vectors;
+      vectors = 1;
+      stride = count * element_size(dtype);
+    }
     const int lane_bits = lane_bits_of(vectors);
-    const unsigned blocks = grid_blocks(divide_up(num_rows, kBlockThreads >> lane_bits), "sum_parts");
+    const unsigned blocks = grid_blocks(divide_up(rows, kBlockThreads >> lane_bits), "sum_parts");
     sum_parts_kernel<decltype(element), count>
-        <<<blocks, kBlockThreads, 0, cuda_stream>>>(all, num_rows, vectors, target, out.stride_bytes, lane_bits);
+        <<<blocks, kBlockThreads, 0, cuda_stream>>>(all, rows, vectors, target, stride, lane_bits);
     check(cudaGetLastError(), "sum_parts_kernel");
   });
 }

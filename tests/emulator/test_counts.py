@@ -49,6 +49,20 @@ def test_many_rows_of_few_tokens_are_ordered_as_on_the_cpu():
         assert torch.equal(getattr(there, name).cpu(), getattr(here, name))
 
 
+def test_one_long_row_is_summed_by_as_many_blocks_as_many_short_ones():
+    """As gradients of a rank's experts are, which return in one row."""
+
+    def blocks(rows: int) -> int:
+        ones = [torch.ones(rows, 2**17 // rows, dtype=torch.bfloat16).to(counts.DEVICE) for _ in range(3)]
+        summed = torch.empty_like(ones[0])
+        sums = load_extension().sum_parts(ones, summed, 0, summed.size(1), torch.bfloat16)
+        (launch,), _ = counts.counted(sums.run)
+        assert (summed.cpu() == 3).all()
+        return launch.blocks
+
+    assert blocks(1) == blocks(64)
+
+
 def test_encode_reads_weights_that_tie_after_a_step_once():
     work = CodecWorkload(counts.DEVICE, 2**17, 2**17 // 100, "bf16", 1, learning_rate=1e-4)
     launches, _ = counts.counted(lambda: kernels.sr_encode(work.expert, work.shared, work.kept))
