@@ -166,7 +166,7 @@ def train(
 def stocks(ranks: RankPool, steps: int) -> list[list[float]]:
     """Each rank's losses of these steps under stock with EP 4, trained once for all tests."""
     if len(_stocks[0]) < steps:
-        answers = ranks.run(train, steps=max(steps, STEPS), options=None, sizes={"ep": 4})
+        answers = ranks.run(train, steps=max(steps, LONGEST), options=None, sizes={"ep": 4})
         _stocks[:] = [answer["losses"] for answer in answers]
     return [losses[:steps] for losses in _stocks]
 
@@ -174,6 +174,7 @@ def stocks(ranks: RankPool, steps: int) -> list[list[float]]:
 _stocks: list[list[float]] = [[]]
 
 STEPS = 32  # one to look, 26 of trials at most or one turn of seven for each of two shapes, and some as chosen
+LONGEST = 35  # of all tests with stock's losses of `stocks`
 ONE_SWEEP = {"steps": 18, "most_steps": 16}  # little more than a turn of each variant
 # One turn of a few and of what nobody predicts: allgather, and planned anew after two steps; allgather and flex.
 TWICE = {"steps": 2 * (1 + 6 + 2), "most_steps": 6, "at_first": 2}
@@ -212,8 +213,8 @@ INTERLEAVED = {
 @pytest.mark.parametrize(
     ("world", "sizes", "recomputed", "stops", "steps"),
     [
-        (World((0, 0, 0, 0), cp=2, ep=4), {"cp": 2, "ep": 4}, MOE_RECOMPUTED | WHOLE_STATE, True, 24),
-        (World((0, 0), ep=2), {"ep": 2, "pp": 2, "vpp": 2}, RECOMPUTED | INTERLEAVED, False, 15),
+        (World((0, 0, 0, 0), cp=2, ep=4), {"cp": 2, "ep": 4}, MOE_RECOMPUTED | WHOLE_STATE, True, 20),
+        (World((0, 0), ep=2), {"ep": 2, "pp": 2, "vpp": 2}, RECOMPUTED | INTERLEAVED, False, 13),
     ],
     ids=["context, resumed", "virtual stages"],
 )
@@ -226,7 +227,7 @@ def test_trains_like_stock_while_samples_move_and_after(ranks, tmp_path, world, 
     config["moe_shared_expert_intermediate_size"] = 32
     stock = ranks.run(train, options=None, steps=steps, **config)
     auto = ranks.run(
-        train, options=Options(profile=file), seconds=FasterWithMoves(), savings=(0.3, 0.3), at_first=5, most_steps=12,
+        train, options=Options(profile=file), seconds=FasterWithMoves(), savings=(0.3, 0.3), at_first=4, most_steps=10,
         steps=steps, stops=stops, moe_token_dispatcher_type="auto", **config,
     )  # fmt: skip
     for ours, theirs in zip(auto, stock, strict=True):
@@ -339,7 +340,7 @@ def test_a_flex_that_one_rank_cannot_start_is_tried_on_none(ranks, profile):
 def test_it_sees_and_tries_passes_whose_stages_megatron_calls(ranks, profile):
     """1F1B overlap: nobody calls the layers' forward method; what pipelines through experts is left out."""
     config = {"sizes": {"ep": 4}, "bf16": True, "overlap_moe_expert_parallel_comm": True, "microbatches": 2}
-    config |= {"steps": 13, "most_steps": 11, "at_first": 4}
+    config |= {"steps": 10, "most_steps": 8, "at_first": 3}
     stock = ranks.run(train, options=None, **config)
     auto = ranks.run(
         train, options=Options(profile=profile), seconds=AllAlike(), moe_token_dispatcher_type="auto", **config
@@ -492,14 +493,14 @@ def train_while_routers_learn(file: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Controller, "_measure", measure)
         found = train(
-            ANEW, Options(), {"ep": 4}, FasterWithMoves(), most_steps=14, savings=(0.0, 0.3), learnt=6,
+            ANEW, Options(), {"ep": 4}, FasterWithMoves(), most_steps=10, at_first=4, savings=(0.0, 0.3), learnt=6,
             moe_token_dispatcher_type="auto", **SEQ_AUX,
         )  # fmt: skip
     assert len(measured) == 1
     return found
 
 
-ANEW, SEQ_AUX = 2 * (1 + 14 + 2 * 3), {"moe_router_load_balancing_type": "seq_aux_loss"}
+ANEW, SEQ_AUX = 2 * (1 + 10 + 2 * 3), {"moe_router_load_balancing_type": "seq_aux_loss"}
 
 
 def test_it_looks_and_plans_anew_once_when_routers_have_learnt_without_measuring_again(ranks, profile):
@@ -726,14 +727,14 @@ def test_groups_that_lie_unlike_on_nodes_are_planned_alike(eight_ranks, tmp_path
     """Those of the same experts: their gradients are summed over both, in the order in which layers give them."""
     nodes = (0, 0, 0, 0, 1, 1, 2, 2)
     file = write_profile(tmp_path / "cluster.json", World(nodes, ep=4), (2, 2))
-    arguments = {"options": Options(profile=file), "seconds": AllAlike(), "at_first": 2, "most_steps": 8}
+    arguments = {"options": Options(profile=file), "seconds": AllAlike(), "at_first": 2, "most_steps": 6}
     found = eight_ranks.run(
-        train_on_uneven_nodes, nodes=nodes, steps=12, sizes={"ep": 4}, moe_token_dispatcher_type="auto", **arguments
+        train_on_uneven_nodes, nodes=nodes, steps=9, sizes={"ep": 4}, moe_token_dispatcher_type="auto", **arguments
     )
     assert all(one["unlike"] == found[0]["unlike"] for one in found)
     assert "groups of 4 ranks lie on nodes as 2x2 or 4" in found[0]["unlike"][0] and len(found[0]["unlike"]) == 1
     assert all((one["tried"], one["runs"]) == (found[0]["tried"], found[0]["runs"]) for one in found)
     assert found[0]["settled"] and not any("hops" in one or "migration" in one for one in found[0]["tried"])
-    stock = eight_ranks.run(train, steps=12, options=None, sizes={"ep": 4})
+    stock = eight_ranks.run(train, steps=9, options=None, sizes={"ep": 4})
     for one, expected in zip(found, stock, strict=True):
         assert one["losses"] == pytest.approx(expected["losses"], rel=1e-5)

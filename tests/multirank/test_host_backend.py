@@ -50,14 +50,11 @@ def train(layout, steps, **settings):
 
 # fmt: off
 @pytest.mark.parametrize(("layout", "settings"), [
-    ({},                                   {}),
-    ({"ep": 4},                            {"distributed_optimizer": False}),
     ({"ep": 2},                            {"overlap": True, "bf16": True}),
     ({"tp": 2, "ep": 2},                   {**SHARED_EXPERT}),
     ({"tp": 2, "ep": 2, "etp": 2},         {**SHARED_EXPERT, "moe_shared_expert_overlap": True}),
     ({"tp": 2, "ep": 2, "etp": 2},         {"bf16": True, "distributed_optimizer": False}),
     ({"tp": 2, "etp": 2, "cp": 2},         {"moe_expert_capacity_factor": 1.0}),
-    ({"cp": 2, "ep": 2, "pp": 2},          {}),
     ({"pp": 2, "ep": 2},                   {"microbatches": 4, "overlap": True}),
     ({"ep": 2},                            PAD),
     ({"ep": 2},                            {"hidden_dropout": 0.1, "attention_dropout": 0.1, **EXPERT_BIAS}),
@@ -72,10 +69,10 @@ def test_loss_falls(ranks, layout, settings):
 
 def test_variants_that_change_no_sum_give_the_same_bits(ranks):
     layout = {"ep": 2, "etp": 2}
-    losses = ranks.run(train, layout=layout, steps=3)
+    losses = ranks.run(train, layout=layout, steps=2)
     for settings in ({"overlap": True}, RECOMPUTE_MOE, RECOMPUTE_ALL, {}):
-        assert ranks.run(train, layout=layout, steps=3, **settings) == losses, settings
-    whole = ranks.run(train, layout=layout, steps=3, distributed_optimizer=False)
+        assert ranks.run(train, layout=layout, steps=2, **settings) == losses, settings
+    whole = ranks.run(train, layout=layout, steps=2, distributed_optimizer=False)
     if Version(torch.__version__) < Version("2.7"):  # sums the norm of gradients by parameter otherwise than by shard
         losses = [pytest.approx(of_rank, rel=1e-6) for of_rank in losses]
     assert whole == losses

@@ -63,7 +63,7 @@ def compare_pipelines(tp: int, ep: int, pipelines: list[tuple[str, int]]) -> lis
 
 @pytest.mark.parametrize(("tp", "ep"), [layout for layout in LAYOUTS if layout[0] * layout[1] <= 4])
 def test_levels_and_chunk_counts_equal_stock_bit_for_bit(ranks, tp, ep):
-    pipelines = PIPELINES if (tp, ep) in ((2, 2), (1, 4)) else SOME_PIPELINES
+    pipelines = PIPELINES if (tp, ep) in ((2, 2), (1, 4)) else SOME_PIPELINES if ep > 1 else SOME_PIPELINES[::3]
     assert ranks.run(compare_pipelines, tp=tp, ep=ep, pipelines=pipelines) == [[]] * 4
 
 

@@ -188,7 +188,8 @@ def test_every_count_and_strategy(ranks, layout, variants):
 def test_layouts_and_workloads(ranks, layout, settings, routing):
     # A workload of both these layouts meets each strategy in one of them.
     of_both = routing or settings in (DROP, PAD, SHARED, RECOMPUTE)
-    variants = {"ep4": SOME[::2], "tp2-ep2-etp2": SOME[1::2]}.get(layout, SOME) if of_both else SOME
+    some = SOME if layout in ("ep4", "tp2-ep2-etp2", "etp2-ep2") else SOME[::2]  # two partitions' and one's
+    variants = {"ep4": SOME[::2], "tp2-ep2-etp2": SOME[1::2]}.get(layout, SOME) if of_both else some
     check(ranks.run(worst_errors, layout=LAYOUTS[layout], settings=settings, routing=routing, variants=variants))
 
 
@@ -317,7 +318,7 @@ def test_rows_to_all_shards_at_once_need_no_collective_over_expert_tp(ranks):
 def test_rows_to_all_shards_at_once_under_every_strategy_in_bf16_and_late(ranks):
     arguments = {"layout": LAYOUTS["tp2-ep2-etp2"], "settings": {}, "routing": None, "way": "joint"}
     check(ranks.run(worst_errors, variants=[(8, "S4"), (3, "none")], steps=2, **arguments))
-    check(ranks.run(worst_errors, variants=SOME, dtype="bfloat16", **arguments), 1e-2)
+    check(ranks.run(worst_errors, variants=SOME[::2], dtype="bfloat16", **arguments), 1e-2)
     check(ranks.run(worst_errors, variants=[(4, strategy) for strategy in STRATEGIES], delay=True, **arguments))
 
 
@@ -357,7 +358,7 @@ def test_hops_over_two_levels_where_experts_are_cut(eight_ranks, settings, routi
 def test_hops_of_ranks_without_rows_and_several_passes_under_way(ranks):
     arguments = {"layout": {"ep": 4}, "settings": TOP_3, "routing": None, "levels": (2, 2), "variants": SOME}
     check(ranks.run(worst_errors, silent=(0, 2), **arguments))
-    check(ranks.run(worst_errors, steps=3, **arguments))
+    check(ranks.run(worst_errors, steps=3, **arguments | {"variants": SOME[1::2]}))
 
 
 def test_hops_in_bf16_and_late(ranks):
@@ -369,7 +370,8 @@ def test_hops_in_bf16_and_late(ranks):
 @pytest.mark.parametrize(("levels", "sizes"), [((4,), (2,)), ((4,), (4,)), ((2, 2), (2, 1)), ((2, 2), (1, 2))])
 def test_experts_that_travel_through_every_strategy(ranks, levels, sizes):
     arguments = {"layout": {"ep": 4}, "settings": TOP_3, "routing": None, "levels": levels, "sizes": sizes}
-    variants = [(1, "none"), (8, "S4"), *((3, strategy) for strategy in STRATEGIES)]
+    by_all = [(1, "none"), (8, "S4"), *((3, strategy) for strategy in STRATEGIES)]
+    variants = by_all if sizes in ((4,), (2, 1)) else [(3, "S1"), (3, "S4")]
     check(ranks.run(worst_errors, variants=variants, **arguments))
 
 
