@@ -213,8 +213,8 @@ INTERLEAVED = {
 @pytest.mark.parametrize(
     ("world", "sizes", "recomputed", "stops", "steps"),
     [
-        (World((0, 0, 0, 0), cp=2, ep=4), {"cp": 2, "ep": 4}, MOE_RECOMPUTED | WHOLE_STATE, True, 20),
-        (World((0, 0), ep=2), {"ep": 2, "pp": 2, "vpp": 2}, RECOMPUTED | INTERLEAVED, False, 13),
+        (World((0, 0, 0, 0), cp=2, ep=4), {"cp": 2, "ep": 4}, MOE_RECOMPUTED | WHOLE_STATE, True, 24),
+        (World((0, 0), ep=2), {"ep": 2, "pp": 2, "vpp": 2}, RECOMPUTED | INTERLEAVED, False, 15),
     ],
     ids=["context, resumed", "virtual stages"],
 )
@@ -227,7 +227,7 @@ def test_trains_like_stock_while_samples_move_and_after(ranks, tmp_path, world, 
     config["moe_shared_expert_intermediate_size"] = 32
     stock = ranks.run(train, options=None, steps=steps, **config)
     auto = ranks.run(
-        train, options=Options(profile=file), seconds=FasterWithMoves(), savings=(0.3, 0.3), at_first=4, most_steps=10,
+        train, options=Options(profile=file), seconds=FasterWithMoves(), savings=(0.3, 0.3), at_first=5, most_steps=12,
         steps=steps, stops=stops, moe_token_dispatcher_type="auto", **config,
     )  # fmt: skip
     for ours, theirs in zip(auto, stock, strict=True):
