@@ -268,7 +268,7 @@ def tracked(settings: dict[str, Any]) -> tuple[float, float, list[float]]:
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
-        _, (ours,) = layers(1, (4,), levels=(4,), compression_ratio=4.0, **settings)
+        _, (ours,) = layers(1, (4,), levels=(4,), compression_ratio=8.0, **settings)
         migrated = ours.token_dispatcher.dispatcher.migrated
 
         def error() -> float:
@@ -287,7 +287,7 @@ def tracked(settings: dict[str, Any]) -> tuple[float, float, list[float]]:
         first = error()
         change(ours, 0.1)
         found = []
-        for number in range(9):
+        for number in range(16):
             migrated.forget()
             if number % 3 == 2:  # sent, and never looked at
                 migrated.send()
