@@ -200,8 +200,7 @@ ActionPtr sum_parts(const std::vector<Buffer<"a part">>& parts, const Buffer<"th
 }
 
 ActionPtr call_python(const py::function& function) {
-  return make_action([function, state = at::ThreadLocalState()] {
-    const at::ThreadLocalStateGuard as_where_it_was_made(state);  // a lane's thread would record gradients
+  return make_action([function] {
     py::gil_scoped_acquire gil;
     try {
       function();

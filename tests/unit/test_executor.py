@@ -50,14 +50,6 @@ def test_what_has_failed_keeps_nothing_of_who_called(raised):
     assert of_caller() is None
 
 
-def test_a_lane_with_a_thread_of_its_own_records_no_more_gradients_than_its_caller():
-    seen = []
-    with torch.no_grad():
-        both = [steps.call(lambda: seen.append(torch.is_grad_enabled())) for _ in range(2)]
-        executor().run(schedule(Lane.COPY, Lane.COMPUTE), both)
-    assert seen == [False, False]
-
-
 def test_what_was_started_runs_in_order_beside_schedules_and_names_what_failed():
     """The first one holds the queue until a schedule has run beside it."""
     ran, held = [], threading.Event()
