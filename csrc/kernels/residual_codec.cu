@@ -349,8 +349,9 @@ __global__ void __launch_bounds__(kBlockThreads)
 template <typename T>
 __global__ void __launch_bounds__(kBlockThreads) write_kernel(Weights weights, const __grid_constant__ Scratch scratch,
                                                               int64_t kept, char* values, uint16_t* indices) {
-  __shared__ int64_t first_above[kBlockThreads], first_equal[kBlockThreads];  // before each segment
-  const auto [kth, ties] = scratch.control->prefixes[kDigits];  // the first `ties` residuals of this magnitude are kept
+  __shared__ uint32_t first_above[kBlockThreads], first_equal[kBlockThreads];  // before each segment
+  const auto [kth, rank] = scratch.control->prefixes[kDigits];
+  const uint32_t ties = static_cast<uint32_t>(rank);  // the first `ties` residuals of this magnitude are kept
   const int lane = threadIdx.x % kWarp;
   uint16_t* const kept_places = indices + 2 * divide_up(weights.numel, kCodecBlock);
 
@@ -369,16 +370,16 @@ __global__ void __launch_bounds__(kBlockThreads) write_kernel(Weights weights, c
     const Counts counts = own < end ? scratch.segment_counts[own] : Counts{0, 0};
     const BlockSum sum_above = block_sum(counts.above);
     const BlockSum sum_equal = block_sum(counts.equal);
-    first_above[threadIdx.x] = above + sum_above.inclusive - counts.above;
-    first_equal[threadIdx.x] = equal + sum_equal.inclusive - counts.equal;
+    first_above[threadIdx.x] = static_cast<uint32_t>(above + sum_above.inclusive - counts.above);
+    first_equal[threadIdx.x] = static_cast<uint32_t>(equal + sum_equal.inclusive - counts.equal);
     above += sum_above.total;
     equal += sum_equal.total;
     __syncthreads();
     const int segments = static_cast<int>(min(int64_t{kBlockThreads}, end - base));
     for (int s = threadIdx.x / kWarp; s < segments; s += kBlockWarps) {
       const Segment<T> segment(weights, scratch, base + s, kept);
-      int64_t seen_ties = first_equal[s];
-      int64_t entry = first_above[s] + min(ties, seen_ties);
+      uint32_t seen_ties = first_equal[s];
+      uint32_t entry = first_above[s] + min(ties, seen_ties);
       for (int i = lane; i - lane < segment.count; i += kWarp) {
         const bool inside = i < segment.count;
         const float residual = inside ? segment.residual(i) : 0.0f;
@@ -388,7 +389,7 @@ __global__ void __launch_bounds__(kBlockThreads) write_kernel(Weights weights, c
         const bool keep = inside && (size > kth || (tie && seen_ties + lower_lanes(tied) < ties));
         const unsigned all_kept = __ballot_sync(kAllLanes, keep);
         if (keep) {
-          const int64_t position = entry + lower_lanes(all_kept);
+          const uint32_t position = entry + lower_lanes(all_kept);
           const uint16_t place = segment.place(i);
           Elements<T, 1> value = rounded<T>(residual);
           if (!(fabsf(float_of<T>(value)) < largest_binade(T{}))) {  // may overflow: as a rule none does

@@ -107,10 +107,10 @@ template <typename Rows>
 __global__ void __launch_bounds__(kBlockThreads) sum_wire_parts_kernel(const __grid_constant__ Parts parts, Side out) {
   const int64_t offset = blockIdx.x * out.stride;
   for (int64_t base = 0; base * kPiece < out.hidden; base += blockDim.x) {
-    const int64_t piece = base + threadIdx.x;
+    const int64_t piece = hidden_from_compiler(base + threadIdx.x);
     const auto load = [&](const char* row) {
       typename Rows::Packed packed{};
-      if (piece * kPiece < out.hidden) packed = Rows::load(out, row, hidden_from_compiler(piece));
+      if (piece * kPiece < out.hidden) packed = Rows::load(out, row, piece);
       return packed;
     };
     float total[kPiece];
