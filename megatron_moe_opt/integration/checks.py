@@ -223,7 +223,7 @@ def _check_capacity(config: Any) -> None:
 
 def _check_overlap(config: Any, name: str, system: System | None) -> None:
     """Lets Megatron call the stages of a layer for two micro-batches in turn where only its dispatcher is ours."""
-    if system is not None and (system.moves_samples or system.is_pipeline_of_experts):
+    if system is not None and not system.overlaps_batches:
         raise ConfigurationError(
             f"--overlap-moe-expert-parallel-comm runs one micro-batch's experts beside another's dispatch, and {FLAG} "
             f"{name} has a pipeline of its own through them: drop one of the two, or use monta"

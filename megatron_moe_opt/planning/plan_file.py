@@ -155,9 +155,9 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _numbers(one: Prediction) -> dict[str, Any]:
-    """Returns what a plan keeps of a prediction: all but its parts, timelines, and what a GPU's memory is made of."""
+    """Returns what a plan keeps of a prediction: all but parts, timelines, and what steps and memory are made of."""
     kept = asdict(replace(one, timelines=()))
-    return {name: value for name, value in kept.items() if name not in ("parts", "timelines", "held_more")}
+    return {name: value for name, value in kept.items() if name not in ("parts", "timelines", "held_more", "hidden")}
 
 
 def _candidate(place: JsonPlace) -> Prediction:
@@ -169,5 +169,5 @@ def _candidate(place: JsonPlace) -> Prediction:
         fields["inter_bytes"].not_negative(),
         fields["intra_bytes"].not_negative(),
         fields["activation_bytes"].count(),
-        {name: seconds.not_negative() for name, seconds in fields["terms"].object().items()},
+        {name: seconds.finite() for name, seconds in fields["terms"].object().items()},
     )

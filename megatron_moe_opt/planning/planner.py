@@ -24,6 +24,8 @@ from megatron_moe_opt.systems import SYSTEMS
 from megatron_moe_opt.systems.system import System
 from megatron_moe_opt.variants import kind_of
 
+Beside = Callable[[Prediction], Prediction]
+"""A function that returns what a candidate takes where it runs beside another micro-batch."""
 WINS_BY = 0.03
 """The part of stock's time by which a candidate must be faster: less cannot be told from it, and stock is taken."""
 
@@ -35,6 +37,7 @@ def candidates(
     wires: Sequence[Wire] = (),
     below: float = math.inf,
     has_room: Callable[[HeldMore], bool] | None = None,
+    beside: Beside | None = None,
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
     """Returns every candidate that the cluster's measurements cover, the fastest first, and what is left out.
 
@@ -47,15 +50,18 @@ def candidates(
         below: seconds. A candidate that is known to take as long as that, or longer, is left out.
         has_room: whether a GPU can hold so much more of each layer than stock's. With it only the `best` of those that
             fit is asked for: what is known not to be that one is left out.
+        beside: micro-batches overlap: what is asked for are those candidates that Megatron can run so, all of them,
+            since it is not known what they hide.
 
     Raises:
         ConfigurationError: the cluster has no expert measured, or lacks what all candidates need.
     """
     cluster.check_expert()  # whole layers are compared
+    if beside is not None:
+        below, has_room = math.inf, None
     layer = LayerOnCluster(workload, cluster, below, has_room or (lambda more: True))
     found: list[Prediction] = []
-    refused: list[Refusal] = []
-    systems = [system for system in SYSTEMS if system.candidates]
+    systems, refused = _asked(beside)
     asked = [(system.name, system.candidates(layer, system.open_options)) for system in systems]
     for wire in wires:
         narrowed = LayerOnCluster(replace(workload, wire=wire), cluster, below)
@@ -69,7 +75,7 @@ def candidates(
                     reason = f"holds {one.activation_bytes} bytes of activations, more than the budget of {budget}"
                     refused.append(Refusal(one.variant, reason))
                 else:
-                    found.append(one)
+                    found.append(beside(one) if beside else one)
                     if has_room is not None and has_room(one.held_more):
                         layer.below = min(layer.below, one.seconds * (1 - WINS_BY * (one.variant == ALLTOALL)))
         except ConfigurationError as error:
@@ -80,22 +86,36 @@ def candidates(
 
 
 def fastest_narrowed(
-    workload: LayerWorkload, cluster: Cluster, budget: int | None, wires: Sequence[Wire]
+    workload: LayerWorkload,
+    cluster: Cluster,
+    budget: int | None,
+    wires: Sequence[Wire],
+    beside: Beside | None = None,
 ) -> dict[Wire, Prediction]:
     """Returns the fastest candidate with each of these formats of rows, as `candidates` has them; no others are asked
     for, nor what is known not to be the fastest.
     """
     fastest: dict[Wire, Prediction] = {}
+    systems = [system for system in _asked(beside)[0] if system.reads_option("wire")]
     for wire in wires:
-        layer = LayerOnCluster(replace(workload, wire=wire), cluster)
-        for system in SYSTEMS:
-            if system.candidates is None or not system.reads_option("wire"):
-                continue
+        layer, least = LayerOnCluster(replace(workload, wire=wire), cluster), math.inf
+        for system in systems:
             with suppress(ConfigurationError):  # what it needs was not measured
-                for one in _narrowed(system, layer):
-                    if one.seconds < layer.below and (budget is None or one.activation_bytes <= budget):
-                        fastest[wire], layer.below = one, one.seconds
+                for alone in _narrowed(system, layer):
+                    one = beside(alone) if beside else alone
+                    if one.seconds < least and (budget is None or one.activation_bytes <= budget):
+                        fastest[wire], least = one, one.seconds
+                        if beside is None:
+                            layer.below = least
     return fastest
+
+
+def _asked(beside: Beside | None) -> tuple[list[System], list[Refusal]]:
+    """Returns the systems that are asked for candidates, and refusals of those that run beside no other micro-batch."""
+    planned = [system for system in SYSTEMS if system.candidates]
+    asked = [system for system in planned if beside is None or system.overlaps_batches]
+    why = "does not run with --overlap-moe-expert-parallel-comm, which calls dispatch and combine by themselves"
+    return asked, [Refusal(system.name, why) for system in planned if system not in asked]
 
 
 def _narrowed(system: System, layer: LayerOnCluster) -> Iterator[Prediction]:
@@ -106,10 +126,10 @@ def _narrowed(system: System, layer: LayerOnCluster) -> Iterator[Prediction]:
 
 
 def bound_and_stock(
-    workload: LayerWorkload, cluster: Cluster, budget: int | None = None
+    workload: LayerWorkload, cluster: Cluster, budget: int | None = None, beside: Beside | None = None
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
     """Returns two predictions of stock, and no refusals: a lower bound for every candidate (experts and work on the
-    rank, no communication), then stock as it is.
+    rank, no communication), then stock as it is, or beside another micro-batch.
 
     Raises ConfigurationError where stock does not train.
     """
@@ -119,7 +139,8 @@ def bound_and_stock(
         raise ConfigurationError(f"{stock.variant}: {stock.reason}")
     alone = layer.local_timeline(OURS, -(-workload.tokens // workload.tp))
     least = alone.seconds + sum(layer.seconds_of_experts(workload.rows_of(1.0)))
-    return (replace(stock, seconds=min(least, stock.seconds), exposed=0.0), stock), ()
+    bound = replace(stock, seconds=min(least, stock.seconds), exposed=0.0)
+    return (bound, beside(stock) if beside else stock), ()
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:

@@ -15,7 +15,7 @@ from megatron_moe_opt.planning.costs.cluster import OURS, Cluster
 from megatron_moe_opt.planning.costs.domain_curves import measured_curves
 from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.expert_migration import DomainChoice
-from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.layer_on_cluster import EXPERTS, LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction, Refusal
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
@@ -367,7 +367,7 @@ def _domain_choices(layer: LayerOnCluster) -> Iterator[tuple[DomainChoice, dict[
         experts = sum(of_passes)
         terms = {
             "tokens and experts on their way": sum(timeline.seconds for timeline in passes) - experts + edge.seconds,
-            "experts": experts,
+            EXPERTS: experts,
             "rows on the rank": local.seconds,
             "experts copied": copies.seconds,
         }

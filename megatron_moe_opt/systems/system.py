@@ -196,6 +196,11 @@ class System:
     """Whether samples leave their ranks, through all MoE layers of a pipeline stage."""
 
     @property
+    def overlaps_batches(self) -> bool:
+        """Whether Megatron can call its dispatch, experts and combine beside those of another micro-batch."""
+        return not (self.moves_samples or self.is_pipeline_of_experts)
+
+    @property
     def own_options(self) -> frozenset[str]:
         """Returns the names of the options that are its own, and not shared."""
         shared = SharedOptions.__dataclass_fields__

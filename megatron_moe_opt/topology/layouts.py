@@ -58,6 +58,8 @@ class Layout:
     pp: int = 1
     order: str = VERTICAL
     """The dimensions, the one whose ranks are neighbours first."""
+    vpp: int = 1
+    """Virtual pipeline stages of a rank: parts of the model that its pipeline stage has. No group depends on them."""
 
     def __post_init__(self) -> None:
         if sorted(self.order.split("-")) != sorted(VERTICAL.split("-")):
@@ -69,6 +71,8 @@ class Layout:
                 raise ConfigurationError(
                     f"{product} does not divide the {self.world} ranks: choose sizes whose product does"
                 )
+        if self.vpp < 1 or self.vpp > 1 == self.pp:
+            raise ConfigurationError(f"vpp {self.vpp} with pp {self.pp}: virtual stages are of a pipeline; raise pp")
         if self.pp > 1 and (
             self._strides(_ATTENTION)["pp"] != self._strides(_EXPERTS)["pp"]
             or (not self.order.endswith("pp") and self.dp != self.expert_dp)
@@ -87,6 +91,11 @@ class Layout:
     def expert_dp(self) -> int:
         """Returns the size of data parallelism for experts: what expert-TP, EP and PP leave of the ranks."""
         return self.world // (self.expert_tp * self.ep * self.pp)
+
+    @property
+    def chunks(self) -> int:
+        """Returns how many parts the model's layers are cut into: virtual stages of all ranks of a pipeline."""
+        return self.pp * self.vpp
 
     @property
     def least_sequence(self) -> int:

@@ -46,7 +46,7 @@ def test_help_reads_at_80_columns():
         assert max(map(len, lines)) <= 80, words
         assert not any(line.endswith("...") for line in lines[1:]), words  # the first one says how it is called
     of_plan = command.commands["plan"].params
-    assert len(of_plan) <= 24
+    assert len(of_plan) <= 26
     headings = [line for line in pages["plan",] if line.endswith(":") and not line.startswith(" ")]
     assert headings == ["Options:", "Layout:", "Step:", "MoE layers:", "What is shown:"]
 

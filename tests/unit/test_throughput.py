@@ -68,14 +68,14 @@ def test_layers_add_up_to_the_step_but_for_the_logits():
 def test_what_is_recomputed_comes_again():
     """In full: a third of what layers compute, half of what they communicate, no logits, nothing between stages."""
     model, parallel = replace(MIXTRAL, layers=2), Layout(16, tp=8, ep=2)
-    besides = StepCosts(blocks=1.0, between_stages=10.0)
+    besides = StepCosts(block=1.0, between_stages=10.0)
 
     def step(recompute):
         return throughput(model, parallel, A800, 1, 8192, 1, 1e-3, False, besides, recompute, 4e-4).step_seconds
 
     attention = 6 * 8192 * 8192 * MIXTRAL.query_size / 8 / 156e12
     layer = 6 * 8192 * MIXTRAL.layer_matrices() / 8 / 156e12 + attention
-    assert step("full") - step("none") == pytest.approx(2 * (layer / 3 + 4e-4) + 0.5)
+    assert step("full") - step("none") == pytest.approx(2 * (layer / 3 + 4e-4 + 0.5))
     assert step("selective") - step("none") == pytest.approx(2 * attention / 3)
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from megatron_moe_opt.cli.plan.case import FITS, Case
+from megatron_moe_opt.cli.plan.settings import OVERLAP
 from megatron_moe_opt.planning.costs.known_clusters import GIB
 from megatron_moe_opt.planning.planner import WINS_BY
+from megatron_moe_opt.planning.predicting.layer_on_cluster import EXPERTS
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.topology.expansion import Expansion
 from megatron_moe_opt.topology.layouts import HORIZONTAL, VERTICAL
 
+TELLS = 0.1
+"""The least part of what a layer takes less than stock's that is given as a reason."""
 SENDS_LESS = 0.9
 """The largest ratio of what a rank sends to what it sends under stock, in bytes, at which that is given as a reason."""
 
@@ -80,22 +84,34 @@ def _gain(case: Case, fastest_of_stock: Case | None) -> str:
         rate, of_stock = (case.step(one).tokens_per_second for one in (chosen, stock))
         gains.append(f"{rate / of_stock - 1:.0%} more tokens a second than stock in this layout")
         if fastest_of_stock is not None:
-            there, layout = fastest_of_stock, fastest_of_stock.site.layout
+            there = fastest_of_stock
             gain = rate / there.step(there.stock).tokens_per_second - 1
             gains.append(
                 f"{f'{gain:.0%} more than' if gain >= WINS_BY else 'about as many as'} stock in its own best "
-                f"(TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, expert-TP {layout.expert_tp})"
+                f"({_where(there)})"
             )
     return ", ".join(gains)
+
+
+def _where(case: Case) -> str:
+    layout = case.site.layout
+    pipeline = f"PP {layout.pp}" + (f" of {layout.vpp} virtual stages each" if layout.vpp > 1 else "")
+    overlap = f", {OVERLAP}" if case.settings.overlaps else ""
+    return f"TP {layout.tp}, {pipeline}, EP {layout.ep}, expert-TP {layout.expert_tp}{overlap}"
 
 
 def _reason(chosen: Prediction, stock: Prediction) -> str:
     sent, of_stock = (one.inter_bytes or one.intra_bytes for one in (chosen, stock))
     where = "between nodes" if stock.inter_bytes else "inside nodes"
-    reasons = [f"it waits for communication {_ms(chosen.exposed)} in place of {_ms(stock.exposed)} ms a layer"]
+    parts = [("waits for communication", stock.exposed, chosen.exposed)]
+    if EXPERTS in chosen.terms:  # else experts compute beside copies
+        in_memory = (one.seconds - one.exposed - one.terms[EXPERTS] for one in (stock, chosen))
+        parts.append(("moves rows in memory for", *in_memory))
+    telling = [one for one in parts if one[1] - one[2] > TELLS * (stock.seconds - chosen.seconds)]
+    reasons = [f"{does} {_ms(now)} in place of {_ms(before)} ms a layer" for does, before, now in telling or parts]
     if of_stock and sent <= SENDS_LESS * of_stock:
         reasons.append(f"sends {sent / 1e6:.0f} in place of {of_stock / 1e6:.0f} MB {where}")
-    return " and ".join(reasons)
+    return f"it {' and '.join(reasons)}"
 
 
 def _ms(seconds: float) -> str:

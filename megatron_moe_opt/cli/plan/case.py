@@ -9,10 +9,10 @@ from functools import cached_property
 from megatron_moe_opt import __version__
 from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, workload_of
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan, facts_of_plan
-from megatron_moe_opt.planning.planner import best, candidates, fastest_narrowed
+from megatron_moe_opt.planning.planner import Beside, best, candidates, fastest_narrowed
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.overlapped_batches import overlapped
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction, Refusal
 from megatron_moe_opt.planning.training.memory import (
     RECOMPUTE,
@@ -20,11 +20,11 @@ from megatron_moe_opt.planning.training.memory import (
     layer_activations,
     logits_memory,
     training_memory,
-    under_way,
 )
 from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.planning.training.pipeline import under_way
 from megatron_moe_opt.planning.training.step_costs import StepCosts, communication
-from megatron_moe_opt.planning.training.throughput import Throughput, throughput
+from megatron_moe_opt.planning.training.throughput import Throughput, outside_experts, throughput
 from megatron_moe_opt.row_format import Wire, narrower
 from megatron_moe_opt.topology.expansion import Expansion, choose
 from megatron_moe_opt.variants import split_wire
@@ -32,8 +32,8 @@ from megatron_moe_opt.variants import split_wire
 FITS = 0.9
 """The part of a GPU's memory that may be planned with: workspaces and buffers of NCCL are not counted."""
 
-Predict = Callable[[LayerWorkload, Cluster, int | None], tuple[tuple[Prediction, ...], tuple[Refusal, ...]]]
-"""A function that predicts candidates, with the signature of planner.candidates."""
+Predict = Callable[..., tuple[tuple[Prediction, ...], tuple[Refusal, ...]]]
+"""A function that predicts candidates, given what planner.bound_and_stock is."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Stage:
 
     held: float
     """All but what there is for a moment."""
-    passes: int
+    passes: float
     """How often it holds what a MoE layer keeps of a pass."""
     moe_layers: int
     again: int
@@ -79,7 +79,8 @@ class Case:
             predict: which candidates; None: all (planner.candidates).
         """
         workload = workload_of(settings, model, site, sequence)
-        found = (predict or candidates)(workload, site.cluster, settings.activation_budget)
+        beside = _beside(settings, model, site, sequence) if settings.overlaps else None
+        found = (predict or candidates)(workload, site.cluster, settings.activation_budget, beside=beside)
         return cls(settings, model, site, sequence, workload, *found)
 
     def predicted(self, predict: Predict | None = None) -> Case:
@@ -100,7 +101,9 @@ class Case:
     def narrowed(self) -> dict[Wire, Prediction]:
         """Returns the fastest candidate with each format in which rows would be narrower on the wire."""
         wires = narrower(self.workload.element_bytes)
-        return fastest_narrowed(self.workload, self.site.cluster, self.settings.activation_budget, wires)
+        settings, site = self.settings, self.site
+        beside = _beside(settings, self.model, site, self.sequence) if settings.overlaps else None
+        return fastest_narrowed(self.workload, site.cluster, settings.activation_budget, wires, beside)
 
     @property
     def expansion(self) -> Expansion | None:
@@ -155,16 +158,16 @@ class Case:
         found = []
         for stage in model.telling_stages(layout):
             held = training_memory(
-                model, layout, *batch, settings.micro_batches, stage, settings.recompute, each, rows
-            ).total  # fmt: skip
-            moe_layers, passes, again = model.moe_layers(layout, stage), 0, 0
+                model, layout, *batch, settings.micro_batches, stage, settings.recompute, each, rows, settings.overlaps
+            ).total
+            moe_layers, passes, again = model.moe_layers(layout, stage), 0.0, 0
             if runs_again:
                 of_layer = layer_activations(
                     model, layout, *batch, rows=rows, moe=moe_layers > 0, element_bytes=element_bytes
                 )
                 again = sum(of_layer.values())
             else:
-                passes = moe_layers * under_way(layout, stage, settings.micro_batches)
+                passes = moe_layers * under_way(layout, stage, settings.micro_batches, settings.overlaps)
             logits = logits_memory(model, layout, stage, *batch, element_bytes)
             found.append(_Stage(held, passes, moe_layers, again, logits))
         return found
@@ -186,14 +189,12 @@ class Case:
         again = (one.seconds - one.exposed) / 3 + one.exposed / 2
         return throughput(
             *sizes, one.seconds, with_experts=True, besides=self._besides, recompute=settings.recompute,
-            exchange_again=again,
+            exchange_again=again, hidden=one.hidden,
         )  # fmt: skip
 
     @cached_property
     def _besides(self) -> StepCosts:
-        settings, layout = self.settings, self.site.layout
-        tokens = settings.micro_batch * self.sequence // layout.cp
-        return communication(self.model, layout, self.site.cluster, tokens, settings.element_bytes)
+        return _step_costs(self.settings, self.model, self.site, self.sequence)
 
     def plan(self) -> Plan:
         """Returns the plan that runs the chosen candidate in all MoE layers, the others as runners-up."""
@@ -210,3 +211,15 @@ class Case:
             dict.fromkeys(layers, self.chosen.variant), self.candidates, self.settings.cluster, layout.ep,
             layout.expert_tp, model.experts, self.site.cluster.gpu_settings, made_for, expansion or {},
         )  # fmt: skip
+
+
+def _step_costs(settings: PlanSettings, model: ModelShape, site: Site, sequence: int) -> StepCosts:
+    tokens = settings.micro_batch * sequence // site.layout.cp
+    return communication(model, site.layout, site.cluster, tokens, settings.element_bytes)
+
+
+def _beside(settings: PlanSettings, model: ModelShape, site: Site, sequence: int) -> Beside:
+    """Returns what makes of a prediction one of a layer whose micro-batches overlap."""
+    besides = _step_costs(settings, model, site, sequence)
+    outside = outside_experts(model, site.layout, site.device, settings.micro_batch, sequence, besides)
+    return lambda one: overlapped(one, *outside, site.cluster.slowdown)

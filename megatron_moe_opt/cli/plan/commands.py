@@ -48,6 +48,13 @@ def plan(
     pp: Annotated[
         int | None, typer.Option(min=1, help="Pipeline parallelism.", show_default="1", rich_help_panel=_LAYOUT)
     ] = None,
+    vpp: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Virtual pipeline stages of a GPU: parts of the model that are interleaved.", show_default="1",
+            rich_help_panel=_LAYOUT,
+        ),
+    ] = None,
     ep: Annotated[
         int | None,
         typer.Option(min=1, help="Expert parallelism.", show_default="the file's, or 1", rich_help_panel=_LAYOUT),
@@ -78,8 +85,8 @@ def plan(
     micro_batches: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST, help="Micro-batches of a step on each data-parallel rank.", show_default="1, or 4 x --pp",
-            rich_help_panel=_STEP,
+            min=1, max=MOST, help="Micro-batches of a step on each data-parallel rank.",
+            show_default="1; 4 x --pp in a pipeline", rich_help_panel=_STEP,
         ),
     ] = None,
     global_batch: Annotated[
@@ -93,6 +100,13 @@ def plan(
         Recompute | None,
         typer.Option(
             help="Activations that backward makes again.", show_default="searched, or none", rich_help_panel=_STEP
+        ),
+    ] = None,
+    overlap_moe_expert_parallel_comm: Annotated[
+        bool | None,
+        typer.Option(
+            help="A micro-batch's exchanges run beside another's computation (Megatron's 1F1B overlap).",
+            show_default="searched, or not", rich_help_panel=_STEP,
         ),
     ] = None,
     dtype: Annotated[DType, typer.Option(help="Elements of tokens and weights.", rich_help_panel=_STEP)] = DType.bf16,
@@ -150,7 +164,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Predict what every dispatcher would take for a model on a cluster that need not be at hand, and advise.
 
-    Of a known cluster without --tp, --pp, --ep and --expert-tp the fastest layout that fits is searched.
+    Of a known cluster without --tp, --pp, --vpp, --ep and --expert-tp the fastest layout that fits is searched.
 
     moe-opt plan --cluster h100-ib400 --model mixtral-8x7b --world 64 -o plan.json
     """
@@ -164,18 +178,21 @@ def plan(
     site = read_named("--cluster", cluster, KNOWN_CLUSTERS, CLUSTER_NUMBERS)
     wanted = wanted_of(
         site.name or cluster,
-        {"--tp": tp, "--pp": pp, "--ep": ep, "--expert-tp": expert_tp, "--micro-batches": micro_batches,
+        {"--tp": tp, "--pp": pp, "--vpp": vpp, "--ep": ep, "--expert-tp": expert_tp, "--micro-batches": micro_batches,
          "--no-sequence-parallel": None if sequence_parallel else ""},
-        global_batch, micro_batch, recompute and recompute.value,
+        global_batch, micro_batch, recompute and recompute.value, overlap_moe_expert_parallel_comm,
     )  # fmt: skip
+    overlaps = bool(overlap_moe_expert_parallel_comm)
     settings = PlanSettings(
         cluster=site.name or cluster, cluster_numbers=site.given,
         model=read_named("--model", model, KNOWN_MODELS, MODEL_SIZES),
-        sizes={"--world": world, "--tp": tp, "--cp": cp, "--pp": pp, "--ep": ep, "--expert-tp": expert_tp},
+        sizes={"--world": world, "--tp": tp, "--cp": cp, "--pp": pp, "--ep": ep, "--expert-tp": expert_tp,
+               "--vpp": vpp},
         sequence_parallel=sequence_parallel, sequences=tuple(whole_numbers("--sequence", sequence)),
-        micro_batch=micro_batch or 1, micro_batches=micro_batches or _micro_batches(pp or 1),
-        recompute=(recompute or Recompute.none).value, dtype=dtype.value, capacity_factor=capacity_factor,
-        imbalance=imbalance, placement_saving=placement_saving, activation_budget=activation_budget,
+        micro_batch=micro_batch or 1, micro_batches=micro_batches or _micro_batches(pp or 1, overlaps),
+        recompute=(recompute or Recompute.none).value, overlaps=overlaps, dtype=dtype.value,
+        capacity_factor=capacity_factor, imbalance=imbalance, placement_saving=placement_saving,
+        activation_budget=activation_budget,
     )  # fmt: skip
     report_plan(
         settings,
@@ -187,8 +204,9 @@ def plan(
     )
 
 
-def _micro_batches(pp: int) -> int:
-    """Returns the micro-batches of a step where nobody says how many: a pipeline of one stage has no use for several;
-    one of several is filled, so that its memory is what it is in training, and its bubble 20 % at most.
+def _micro_batches(pp: int, overlaps: bool) -> int:
+    """Returns the micro-batches of a step where nobody says how many: one that none overlaps and no other stage waits
+    for has no use for others; a pipeline is filled, so that its memory is what it is in training, and its bubble 20 %
+    at most.
     """
-    return 1 if pp == 1 else 4 * pp
+    return 4 * pp if pp > 1 or overlaps else 1

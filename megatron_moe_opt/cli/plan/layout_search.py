@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.console import progress_console, table_of
 from megatron_moe_opt.cli.plan.case import FITS, Case
-from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, check_model, site_of
+from megatron_moe_opt.cli.plan.settings import OVERLAP, PlanSettings, Site, check_model, site_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.known_clusters import GIB, KNOWN_CLUSTERS
 from megatron_moe_opt.planning.planner import bound_and_stock, candidates
@@ -25,9 +25,9 @@ from megatron_moe_opt.planning.training.memory import (
     layer_activations,
     logits_memory,
     training_memory,
-    under_way,
 )
 from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.planning.training.pipeline import under_way
 from megatron_moe_opt.topology.layouts import Layout, divisors
 
 SHOWN = 8
@@ -45,6 +45,8 @@ class Wanted:
     """Sequences of a micro-batch; None: it is searched too."""
     recompute: str | None
     """A value of memory.RECOMPUTE; None: none or full, whichever is faster."""
+    overlaps: bool | None
+    """Whether micro-batches overlap; None: whichever is faster."""
 
 
 def wanted_of(
@@ -53,6 +55,7 @@ def wanted_of(
     global_batch: int | None,
     micro_batch: int | None,
     recompute: str | None,
+    overlaps: bool | None,
 ) -> Wanted | None:
     """Returns what to search a layout for; None where the options have one, or the cluster was measured with one.
 
@@ -70,7 +73,7 @@ def wanted_of(
                 f"--global-batch {global_batch} is for layouts that are searched, beside {beside}: give --micro-batches"
             )
         return None
-    return Wanted(global_batch, micro_batch, recompute)
+    return Wanted(global_batch, micro_batch, recompute, overlaps)
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,10 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     global_batch = wanted.global_batch or default_batch(sequence, world)
     known.levels(world)  # refuses GPUs that fill no nodes
     cp = settings.sizes["--cp"] or 1
-    of_step = list(arrangements(model, world, known.node, global_batch, wanted.micro_batch, wanted.recompute, cp))
+    overlaps = False if settings.dtype == "fp32" else wanted.overlaps
+    of_step = list(
+        arrangements(model, world, known.node, global_batch, wanted.micro_batch, wanted.recompute, cp, overlaps)
+    )
     if not of_step:
         sizes = {
             "--world": world, "--cp": settings.sizes["--cp"], "--micro-batch": wanted.micro_batch,
@@ -157,6 +163,7 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
             f"{min(needed.values()) / GIB:.1f} GiB and has {known.memory / GIB:.1f}: take more GPUs"
         )
     found: list[Case] = []
+    overlapping: dict[Hashable, Case] = {}
     console = progress_console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bounded = _bounded(settings, model, progress.track(small, description="layouts"))
@@ -168,7 +175,7 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
                 least = max(least, found[-1].step(found[-1].chosen).tokens_per_second)
             if _most_tokens(bound) <= least:
                 break
-            case = bound.predicted(partial(candidates, below=_seconds_for(bound, least), has_room=bound.has_room))
+            case = _predicted(bound, least, overlapping)
             if case.fits(case.chosen):
                 found = sorted([*found, case], key=lambda one: -one.step(one.chosen).tokens_per_second)[:SHOWN]
     if not found:
@@ -177,32 +184,53 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     return Searched(tuple(found), stock, len(small), len(of_step) - len(small), global_batch)
 
 
+def _predicted(bound: Case, least: float, overlapping: dict[Hashable, Case]) -> Case:
+    """Returns an arrangement with its candidates; without overlap only with those that may be chosen there, and have
+    more than so many tokens a second.
+
+    Args:
+        overlapping: the cases so far in which micro-batches overlap, by what decides a MoE layer.
+    """
+    if not bound.settings.overlaps:
+        return bound.predicted(partial(candidates, below=_seconds_for(bound, least), has_room=bound.has_room))
+    of_layer = _of_layer(bound.site.layout, bound.settings, bound.model)
+    if of_layer not in overlapping:
+        overlapping[of_layer] = bound.predicted()
+    return replace(overlapping[of_layer], settings=bound.settings, site=bound.site)
+
+
+def _of_layer(layout: Layout, settings: PlanSettings, model: ModelShape) -> Hashable:
+    """Returns what decides the MoE layers of an arrangement: recomputation and virtual stages make no difference."""
+    groups = replace(layout, vpp=1)
+    return groups, settings.overlaps, settings.micro_batch, model.most_moe_layers(layout)
+
+
 def _bounded(settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangement]) -> list[Case]:
     """Returns the arrangements, each with a lower bound on its step time, the one with the most possible tokens a
     second first.
 
     Layouts whose EP groups lie on the network unevenly are left out: their costs cannot be described.
     """
-    sites: dict[Layout, Site | None] = {}
-    alike: dict[tuple[Layout, int], Case] = {}
-    """The cases by what decides a MoE layer, layout and micro-batch: recomputation makes no difference to them."""
+    sites: dict[tuple[Layout, bool], Site | None] = {}
+    alike: dict[Hashable, Case] = {}
     found = []
     for one in ones:
         if not one.layout.cuts(settings.sequences[0]):
             continue
         of_layout = settings.arranged(one)
-        if one.layout not in sites:
+        groups = replace(one.layout, vpp=1), one.overlaps
+        if groups not in sites:
             try:
-                sites[one.layout] = site_of(of_layout, model)
+                sites[groups] = site_of(of_layout, model)
             except ConfigurationError:
-                sites[one.layout] = None
-        site = sites[one.layout]
+                sites[groups] = None
+        site = sites[groups]
         if site is not None:
-            workload = one.layout, one.micro_batch
-            if workload not in alike:
-                alike[workload] = Case.of(of_layout, model, site, settings.sequences[0], bound_and_stock)
-            found.append(replace(alike[workload], settings=of_layout))
-    return sorted(found, key=lambda one: -_most_tokens(one))
+            of_layer = _of_layer(one.layout, of_layout, model)
+            if of_layer not in alike:
+                alike[of_layer] = Case.of(of_layout, model, site, settings.sequences[0], bound_and_stock)
+            found.append(replace(alike[of_layer], settings=of_layout, site=replace(site, layout=one.layout)))
+    return sorted(found, key=lambda one: (-_most_tokens(one), not one.settings.overlaps))
 
 
 def _most_tokens(bound: Case) -> float:
@@ -256,9 +284,11 @@ def _least_memory(model: ModelShape, one: Arrangement, sequence: int, element_by
 
     def held(stage: int) -> float:
         memory = training_memory(
-            model, layout, *batch, one.micro_batches, stage, one.recompute, BytesPerParameter.of(element_bytes)
-        )
-        saved = of_experts * model.moe_layers(layout, stage) * under_way(layout, stage, one.micro_batches)
+            model, layout, *batch, one.micro_batches, stage, one.recompute, BytesPerParameter.of(element_bytes),
+            overlaps=one.overlaps,
+        )  # fmt: skip
+        passes = under_way(layout, stage, one.micro_batches, one.overlaps)
+        saved = of_experts * model.moe_layers(layout, stage) * passes
         return memory.total - saved + logits_memory(model, layout, stage, *batch, element_bytes)
 
     return max(map(held, model.telling_stages(layout)))
@@ -268,10 +298,25 @@ def layouts_table(searched: Searched) -> Table:
     """Returns one row for each layout, the fastest first."""
     table = table_of(
         f"Layouts that fit, a training step of {searched.global_batch} sequences of each",
-        ("dispatcher", "TP", "PP", "EP", "expert-TP", "batch", "recompute", "tokens/s", "x stock", "MFU", "GiB"),
-        caption=f"batch: sequences of a micro-batch; tokens/s of a GPU; x stock: times those of stock alltoall in "
-        f"its own best layout; GiB of a GPU of the fullest stage. {searched.compared} layouts with micro-batches and "
-        f"recomputation compared, {searched.too_large} do not fit",
+        (
+            "dispatcher",
+            "1F1B",
+            "TP",
+            "PP",
+            "VPP",
+            "EP",
+            "expert-TP",
+            "batch",
+            "recompute",
+            "tokens/s",
+            "x stock",
+            "MFU",
+            "GiB",
+        ),  # fmt: skip
+        caption=f"1F1B: micro-batches overlap ({OVERLAP}); VPP: virtual pipeline stages; batch: sequences of a "
+        "micro-batch; tokens/s of a GPU; x stock: times those of stock alltoall in its own best layout; GiB of a GPU "
+        f"of the fullest stage. {searched.compared} layouts with micro-batches, recomputation and overlap compared, "
+        f"{searched.too_large} do not fit",
     )
     table.padding = (0, 0)  # for 100 columns
     for number, case in enumerate(searched.cases):
@@ -284,7 +329,8 @@ def _cells(case: Case, stock: Case | None) -> tuple[str, ...]:
     step = case.step(chosen)
     return (
         chosen.variant,
-        *map(str, (layout.tp, layout.pp, layout.ep, layout.expert_tp, case.settings.micro_batch)),
+        "yes" if case.settings.overlaps else "no",
+        *map(str, (layout.tp, layout.pp, layout.vpp, layout.ep, layout.expert_tp, case.settings.micro_batch)),
         case.settings.recompute,
         f"{step.tokens_per_second:.0f}",
         "-" if stock is None else f"{step.tokens_per_second / stock.step(stock.stock).tokens_per_second:.2f}",

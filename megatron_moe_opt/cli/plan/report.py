@@ -13,7 +13,7 @@ from megatron_moe_opt.cli.console import report_console, say, say_written, table
 from megatron_moe_opt.cli.plan.advice import advice, does_not_fit, expansion_advice
 from megatron_moe_opt.cli.plan.case import Case
 from megatron_moe_opt.cli.plan.layout_search import Wanted, layouts_table, search
-from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, site_of
+from megatron_moe_opt.cli.plan.settings import OVERLAP, PlanSettings, Site, site_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.gpu_settings import CONNECTIONS
@@ -29,11 +29,13 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, told_together
 from megatron_moe_opt.planning.training.known_models import MONTA_CHOICES
+from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.step_costs import PP_NEIGHBOURS
 from megatron_moe_opt.schedules.mpmoe import HOPS
 from megatron_moe_opt.schedules.schedule import CODEC, Kind
 from megatron_moe_opt.schedules.timeline import numbered, one_after_another
 from megatron_moe_opt.systems.system import FLAG, PREFIX
+from megatron_moe_opt.topology.layouts import Layout
 from megatron_moe_opt.variants import FLEX, split_variant
 
 WIDTH = 100
@@ -176,8 +178,9 @@ def megatron_flags(case: Case, plan: Path | None) -> list[str]:
         "--global-batch-size": settings.micro_batch * settings.micro_batches * site.layout.dp,
     }
     flags = [*layout, "--moe-grouped-gemm", *DISTRIBUTED_OPTIMIZER, *RECOMPUTE_FLAGS[settings.recompute]]
-    if case.model.layers % site.layout.pp:
-        sizes["--decoder-last-pipeline-num-layers"] = len(case.model.of_stage(site.layout, site.layout.pp - 1))
+    sizes |= pipeline_flags(case.model, site.layout)
+    if settings.overlaps:
+        flags.append(OVERLAP)
     if dense := case.model.dense_layers:
         sizes["--moe-layer-freq"] = f'"([0]*{dense}+[1]*{case.model.layers - dense})"'
     if case.model.shared_ffn:
@@ -196,14 +199,30 @@ def megatron_flags(case: Case, plan: Path | None) -> list[str]:
     return [*flags, FLAG, name, *options.words()]
 
 
+def pipeline_flags(model: ModelShape, layout: Layout) -> dict[str, int | str]:
+    """Returns the arguments, besides the pipeline's size, by which Megatron lays the layers as ModelShape does."""
+    even = model.layers % layout.chunks == 0
+    if even:
+        return {"--num-virtual-stages-per-pipeline-rank": layout.vpp} if layout.vpp > 1 else {}
+    last = model.layers_of_stage(layout, layout.pp - 1)
+    if layout.vpp == 1 and last:
+        return {"--decoder-last-pipeline-num-layers": last}
+    # E, t and L are the embedding, a transformer layer and the logits with the loss.
+    each = -(-model.layers // layout.chunks)
+    alike, left = divmod(model.layers, each)
+    others = [f"t*{left}"] * (left > 0) + [""] * (layout.chunks - alike - (left > 0))
+    return {"--pipeline-model-parallel-layout": f'"E(t*{each}|)*{alike}{"|".join(others)}L"'}
+
+
 def _heading(case: Case) -> str:
     settings, workload, layout = case.settings, case.workload, case.site.layout
     described = case.site.cluster.host.get("described as")
     where = f"{settings.cluster} ({described})" if described else settings.cluster
     split = "split" if settings.sequence_parallel else "replicated"
     levels = " x ".join(map(str, workload.workers))
+    pipeline = f"PP {layout.pp}" + (f" of {layout.vpp} virtual stages each" if layout.vpp > 1 else "")
     return (
-        f"{where}: {layout.world} GPUs, TP {layout.tp} (tokens {split}), CP {layout.cp}, PP {layout.pp}, "
+        f"{where}: {layout.world} GPUs, TP {layout.tp} (tokens {split}), CP {layout.cp}, {pipeline}, "
         f"EP {layout.ep} ({levels}, the slowest level first), expert-TP {layout.expert_tp}; "
         f"{workload.rows} rows of {workload.row_bytes} bytes a GPU"
     )

@@ -16,7 +16,9 @@ from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS, Known
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.planning.training.arrangements import Arrangement
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
+from megatron_moe_opt.planning.training.memory import RECOMPUTE
 from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.planning.training.pipeline import takes
 from megatron_moe_opt.planning.training.throughput import GpuSpeed
 from megatron_moe_opt.row_format import ELEMENT_BYTES, LANE_BYTES
 from megatron_moe_opt.schedules.parm import TP
@@ -37,6 +39,8 @@ size.
 LEAST = 1e-9
 """The least of these numbers, op_us aside, which may be 0."""
 BANDWIDTHS = ("inter", "intra", "copy")
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+"""Megatron's flag, and ours."""
 NEEDED = ("layers", "hidden", "ffn", "experts", "topk", "heads", "vocabulary")
 
 
@@ -58,6 +62,8 @@ class PlanSettings:
     micro_batches: int
     recompute: str
     """What is recomputed: a value of memory.RECOMPUTE."""
+    overlaps: bool
+    """Whether micro-batches overlap (--overlap-moe-expert-parallel-comm)."""
     dtype: str
     capacity_factor: float | None
     imbalance: float
@@ -90,11 +96,12 @@ class PlanSettings:
         layout = one.layout
         sizes = {
             "--world": layout.world, "--tp": layout.tp, "--cp": layout.cp, "--pp": layout.pp, "--ep": layout.ep,
-            "--expert-tp": layout.expert_tp,
+            "--expert-tp": layout.expert_tp, "--vpp": layout.vpp,
         }  # fmt: skip
         return replace(
-            self, sizes=sizes, micro_batch=one.micro_batch, micro_batches=one.micro_batches, recompute=one.recompute
-        )
+            self, sizes=sizes, micro_batch=one.micro_batch, micro_batches=one.micro_batches, recompute=one.recompute,
+            overlaps=one.overlaps,
+        )  # fmt: skip
 
     def needs_world(self) -> int:
         """Returns the GPUs of a known cluster. Raises ConfigurationError where they were not given."""
@@ -153,7 +160,9 @@ def site_of(settings: PlanSettings, model: ModelShape) -> Site:
     site = _known(settings, model) if settings.cluster in KNOWN_CLUSTERS else _measured(settings)
     if "op_us" in settings.cluster_numbers:
         site = replace(site, cluster=replace(site.cluster, overhead=settings.cluster_numbers["op_us"] * 1e-6))
-    _check(settings, model, site.layout)
+    if settings.overlaps:  # Megatron asks for one hardware queue no more
+        site = replace(site, cluster=replace(site.cluster, one_queue=False))
+    _check(settings, model, site)
     return site
 
 
@@ -250,14 +259,45 @@ def _layout(sizes: Mapping[str, int]) -> Layout:
     return layout_of_options(sizes, f"--world {sizes['--world']}")
 
 
-def _check(settings: PlanSettings, model: ModelShape, layout: Layout) -> None:
+def _check(settings: PlanSettings, model: ModelShape, site: Site) -> None:
+    layout = site.layout
     check_model(model, layout)
+    if not takes(layout, settings.micro_batches):
+        raise ConfigurationError(
+            f"--micro-batches {settings.micro_batches} is no multiple of --pp {layout.pp}, as --vpp {layout.vpp} asks "
+            "for: choose one"
+        )
+    if settings.overlaps:
+        _check_overlap(settings, site)
     for sequence in settings.sequences:
         if not layout.cuts(sequence):
             raise ConfigurationError(
                 f"--sequence {sequence}: TP {layout.tp} x CP {layout.cp} does not divide it, or twice CP does not, "
                 "where that is above 1: choose a multiple of both"
             )
+
+
+def _check_overlap(settings: PlanSettings, site: Site) -> None:
+    """Refuses, with ConfigurationError, micro-batches that are to overlap where they cannot, or are not predicted."""
+    layout = site.layout
+    for is_so, where, way_out in (
+        (layout.ep == 1, "--ep 1, where tokens stay on their rank", "raise --ep"),
+        (layout.pp > 1 == layout.vpp, f"--pp {layout.pp} without virtual stages", "give --vpp 2 or more"),
+        (settings.recompute == RECOMPUTE[-1], f"--recompute {settings.recompute}", "give none or selective"),
+        (settings.dtype == "fp32", "--dtype fp32", "give bf16"),
+        (
+            layout.tp > 1 and not settings.sequence_parallel,
+            f"--tp {layout.tp} --no-sequence-parallel",
+            "leave out --no-sequence-parallel",
+        ),
+        (
+            site.device is None,
+            f"--cluster {settings.cluster}, whose GPUs compute nobody knows how fast",
+            "give it tflops and efficiency",
+        ),
+    ):
+        if is_so:
+            raise ConfigurationError(f"{OVERLAP} does not run, or does nothing, with {where}: {way_out}, or drop it")
 
 
 def check_model(model: ModelShape, layout: Layout) -> None:
@@ -270,9 +310,10 @@ def check_model(model: ModelShape, layout: Layout) -> None:
     ):
         if size % divisor:
             raise ConfigurationError(f"{by} {divisor} does not divide the model's {name} {size}: choose a divisor")
-    if not model.fills(layout.pp):
+    if not model.fills(layout.chunks):
+        stages = f"--pp {layout.pp}" + (f" --vpp {layout.vpp}" if layout.vpp > 1 else "")
         raise ConfigurationError(
-            f"--pp {layout.pp}: the model's layers {model.layers} leave none for the last stage: choose fewer"
+            f"{stages}: the model's layers {model.layers} are too few for so many stages of as many each: choose fewer"
         )
     if model.dense_layers >= model.layers:
         raise ConfigurationError(

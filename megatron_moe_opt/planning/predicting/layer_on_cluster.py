@@ -29,6 +29,8 @@ PIPELINE = "pipeline with experts"
 """The name of the term of schedules that experts are part of."""
 DISPATCH = "dispatch and combine"
 """The name of the term of all other schedules."""
+EXPERTS = "experts"
+"""The name of the term of experts that are part of no schedule."""
 PROB_BYTES = 4
 _CONVERT = (Kind.COPY, Kind.PERMUTE, Kind.SUM)
 CODEC_COPIES = {
@@ -218,7 +220,7 @@ class LayerOnCluster:
             in_order.insert(place, of_pass)
         terms = {
             PIPELINE if with_experts else DISPATCH: sum(one.seconds for one in timelines),
-            "experts": sum(one.seconds for one in experts),
+            EXPERTS: sum(one.seconds for one in experts),
             "rows on the rank": local.seconds,
         }
         sent = [(links or self.links).sent(op) for op in ops if op.kind in COLLECTIVES]

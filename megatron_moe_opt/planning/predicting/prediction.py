@@ -41,6 +41,8 @@ class Prediction:
     """Bytes that forward and backward hold of rows and of what experts save (MPMoE, eq. 2), and of others' experts."""
     terms: dict[str, float] = field(default_factory=dict)
     """The seconds of each term, of which `seconds` is the sum."""
+    hidden: float = field(default=0.0, compare=False)
+    """Seconds of communication beside which another micro-batch computes, neither in `seconds` nor in `exposed`."""
     held_more: HeldMore = field(default=HeldMore(), compare=False)
     """Of which a GPU's memory is made; nothing, as of stock, where the prediction was read from a file."""
     parts: int = field(default=1, compare=False)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.training.memory import RECOMPUTE
 from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.planning.training.pipeline import takes
 from megatron_moe_opt.topology.layouts import Layout, divisors, mixes_expert_gradients
 
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -26,6 +27,8 @@ class Arrangement:
     """Micro-batches of a training step on one data-parallel rank."""
     recompute: str = RECOMPUTE[0]
     """What is recomputed: a value of memory.RECOMPUTE."""
+    overlaps: bool = False
+    """Whether micro-batches overlap (--overlap-moe-expert-parallel-comm)."""
 
 
 def arrangements(
@@ -36,11 +39,13 @@ def arrangements(
     micro_batch: int | None = None,
     recompute: str | None = None,
     cp: int = 1,
+    overlaps: bool | None = False,
 ) -> Iterator[Arrangement]:
     """Yields all arrangements of a step that Megatron takes, without regard to memory.
 
     TP and expert-TP are powers of two inside a node. The number of pipeline stages divides the layers, or is a power of
-    two, where the last stage has fewer. With flash attention selective recomputation frees next to nothing, and is not
+    two, where the last stage has fewer. Stages have no virtual stages, or as many as a power of two can be: fewer leave
+    more of a bubble, and hold more. With flash attention selective recomputation frees next to nothing, and is not
     tried.
 
     Args:
@@ -48,19 +53,38 @@ def arrangements(
         global_batch: sequences of a step.
         micro_batch: None: each of MICRO_BATCHES.
         recompute: None: none and full.
+        overlaps: None: with and without overlapping micro-batches.
     """
     micro_batches = MICRO_BATCHES if micro_batch is None else (micro_batch,)
     recomputes = (RECOMPUTE[0], RECOMPUTE[-1]) if recompute is None else (recompute,)
     inside = [size for size in _powers_of_two(node) if node % size == 0]
-    stages = sorted({*divisors(model.layers), *filter(model.fills, _powers_of_two(model.layers))})
+    stages = sorted(set(filter(model.fills, {*divisors(model.layers), *_powers_of_two(model.layers)})))
+    beside = (False, True) if overlaps is None else (overlaps,)
     for pp, tp, expert_tp, ep in product(stages, inside, inside, divisors(model.experts)):
         layout = _layout(model, world, tp, cp, pp, ep, expert_tp)
         if layout is None or global_batch % layout.dp:
             continue
         of_rank = global_batch // layout.dp
-        for size, again in product(micro_batches, recomputes):
-            if of_rank % size == 0:
-                yield Arrangement(layout, size, of_rank // size, again)
+        layouts = _interleaved(model, layout)
+        for interleaved, size, again, is_beside in product(layouts, micro_batches, recomputes, beside):
+            one = Arrangement(interleaved, size, of_rank // size, again, is_beside)
+            if of_rank % size == 0 and _runs(one):
+                yield one
+
+
+def _interleaved(model: ModelShape, layout: Layout) -> list[Layout]:
+    """Returns the layout without virtual stages, and with as many as there can be."""
+    if layout.pp == 1:
+        return [layout]
+    most = max(vpp for vpp in _powers_of_two(-(-model.layers // layout.pp)) if model.fills(layout.pp * vpp))
+    return [replace(layout, vpp=vpp) for vpp in sorted({1, most})]
+
+
+def _runs(one: Arrangement) -> bool:
+    """Whether Megatron runs these micro-batches, and overlaps them where that is asked for."""
+    if one.overlaps and (one.layout.ep == 1 or one.recompute == RECOMPUTE[-1]):
+        return False
+    return takes(one.layout, one.micro_batches, one.overlaps)
 
 
 def _layout(model: ModelShape, world: int, tp: int, cp: int, pp: int, ep: int, expert_tp: int) -> Layout | None:

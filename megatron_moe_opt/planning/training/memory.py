@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.planning.training.pipeline import under_way
 from megatron_moe_opt.topology.layouts import Layout
 
 BF16, FP32, INT64 = 2, 4, 8
@@ -176,11 +177,6 @@ def logits_memory(
     return (FP32 + element_bytes % FP32) * tokens * (model.vocabulary // layout.tp)
 
 
-def under_way(layout: Layout, stage: int, micro_batches: int) -> int:
-    """Returns how many of a step's micro-batches a pipeline stage holds the activations of at once (1F1B)."""
-    return min(layout.pp - stage, micro_batches)
-
-
 def training_memory(
     model: ModelShape,
     layout: Layout,
@@ -191,6 +187,7 @@ def training_memory(
     recompute: str = "none",
     each: BytesPerParameter | None = None,
     rows: int | None = None,
+    overlaps: bool = False,
 ) -> StageMemory:
     """Returns all of a rank's memory for its layers and words (eq. 1), without embedding output, logits and workspace.
 
@@ -201,6 +198,7 @@ def training_memory(
         recompute: "none"; "selective", of the attention's middle; "full", of every layer from its input.
         each: see state_memory; an element of a token has as many bytes as one of a weight.
         rows: of a micro-batch at the experts of a rank; None: all choices of its tokens, spread evenly.
+        overlaps: the forward pass of a micro-batch runs beside the backward pass of another.
 
     Raises:
         ConfigurationError: see ModelShape.parameters.
@@ -212,11 +210,11 @@ def training_memory(
     states, element_bytes = state_memory(model, layout, stage, each=each), each.weight
     moe_layers = model.moe_layers(layout, stage)
     activations = 0
-    for moe, layers in ((True, moe_layers), (False, len(model.of_stage(layout, stage)) - moe_layers)):
+    for moe, layers in ((True, moe_layers), (False, model.layers_of_stage(layout, stage) - moe_layers)):
         terms = layer_activations(model, layout, micro_batch, sequence, rows=rows, moe=moe, element_bytes=element_bytes)
         if recompute == "selective":
             del terms["attention"]
         if recompute == "full":
             terms = {"layer input": element_bytes * micro_batch * sequence // layout.cp // layout.tp * model.hidden}
         activations += layers * sum(terms.values())
-    return replace(states, activations=float(activations * under_way(layout, stage, micro_batches)))
+    return replace(states, activations=float(activations * under_way(layout, stage, micro_batches, overlaps)))

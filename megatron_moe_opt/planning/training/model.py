@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.topology.layouts import Layout
@@ -64,19 +65,26 @@ class ModelShape:
         """Elements of a token's keys, and of its values."""
         return self.query_size // self.heads * (self.kv_heads or self.heads)
 
-    def fills(self, stages: int) -> bool:
-        """Whether so many pipeline stages can all have layers: see `of_stage`."""
-        return (stages - 1) * -(-self.layers // stages) < self.layers
+    def fills(self, chunks: int) -> bool:
+        """Whether the layers can be cut into so many parts: see `chunks_of_stage`."""
+        return chunks == 1 or (chunks - 2) * -(-self.layers // chunks) < self.layers
 
-    def of_stage(self, layout: Layout, stage: int) -> range:
-        """Returns the numbers of a stage's layers, from 0: as many on each but the last, which has the rest."""
-        each = -(-self.layers // layout.pp)
-        return range(stage * each, min((stage + 1) * each, self.layers))
+    def chunks_of_stage(self, layout: Layout, stage: int) -> tuple[range, ...]:
+        """Returns the numbers of the layers, from 0, in each virtual stage of a pipeline stage: as many in each but the
+        last of all, which has the rest, or only the logits; then the one before it has the rest.
+
+        The virtual stages of a rank lie pp apart (Megatron's interleaved pipeline).
+        """
+        return _chunks(self.layers, layout.chunks, layout.pp, stage)
+
+    def layers_of_stage(self, layout: Layout, stage: int) -> int:
+        """Returns how many layers a pipeline stage has."""
+        return sum(map(len, self.chunks_of_stage(layout, stage)))
 
     def moe_layers(self, layout: Layout, stage: int) -> int:
         """Returns how many of a pipeline stage's layers have experts."""
-        layers = self.of_stage(layout, stage)
-        return layers.stop - min(max(layers.start, self.dense_layers), layers.stop)
+        chunks = self.chunks_of_stage(layout, stage)
+        return sum(layers.stop - min(max(layers.start, self.dense_layers), layers.stop) for layers in chunks)
 
     def telling_stages(self, layout: Layout) -> set[int]:
         """Returns the pipeline stages to look at for the one that holds most and the one that takes longest.
@@ -84,8 +92,12 @@ class ModelShape:
         These are the first stages, up to the first without dense layers, and the last one, which has the logits. The
         stages between are like the first without dense layers, with fewer micro-batches under way.
         """
-        of_experts = -(-self.dense_layers // len(self.of_stage(layout, 0)))
+        of_experts = -(-self.dense_layers // len(self.chunks_of_stage(layout, 0)[0]))
         return {*range(min(of_experts, layout.pp - 1) + 1), layout.pp - 1}
+
+    def blocks(self, layers: int, moe_layers: int) -> int:
+        """Returns in how many places of so many layers TP communicates: attention, dense MLPs and shared experts."""
+        return 2 * layers if self.shared_ffn else 2 * layers - moe_layers
 
     def most_moe_layers(self, layout: Layout) -> int:
         """Returns the MoE layers of the pipeline stage that has most of them."""
@@ -111,7 +123,7 @@ class ModelShape:
             ConfigurationError: a size that its parallelism does not divide.
         """
         self._refuse(layout)
-        of_stage, moe_layers = len(self.of_stage(layout, stage)), self.moe_layers(layout, stage)
+        of_stage, moe_layers = self.layers_of_stage(layout, stage), self.moe_layers(layout, stage)
         norm = self.norm_parameters * self.hidden
         dense = of_stage * (self._attention(layout.tp) + 2 * norm)
         dense += (of_stage - moe_layers) * self._mlp(self.dense_ffn, layout.tp)
@@ -148,15 +160,19 @@ class ModelShape:
             moe: whether the layer has experts; else a plain MLP of `dense_ffn`.
         """
         attention = self.hidden * (2 * self.query_size + 2 * self.key_size)
-        mlp = self.hidden * (3 if self.gated else 2)
         if not moe:
-            return attention + mlp * self.dense_ffn
-        return attention + self.experts * self.hidden + self.expert_matrices + mlp * self.shared_ffn
+            return attention + self.mlp_matrices(self.dense_ffn)
+        router = self.experts * self.hidden
+        return attention + router + self.expert_matrices + self.mlp_matrices(self.shared_ffn)
 
     @property
     def expert_matrices(self) -> int:
         """Returns the elements of the matrices of the experts that a token goes to in a layer."""
-        return self.hidden * (3 if self.gated else 2) * self.topk * self.ffn
+        return self.topk * self.mlp_matrices(self.ffn)
+
+    def mlp_matrices(self, ffn: int) -> int:
+        """Returns the elements of the matrices of an MLP with a middle of this size."""
+        return self.hidden * (3 if self.gated else 2) * ffn
 
     def _attention(self, tp: int) -> int:
         split = self.query_size + 2 * self.key_size
@@ -170,11 +186,18 @@ class ModelShape:
         return self.hidden * (first + ffn // tp) + bias
 
     def _refuse(self, layout: Layout) -> None:
-        if not self.fills(layout.pp):
+        if not self.fills(layout.chunks):
             raise ConfigurationError(
-                f"layers = {self.layers} cannot be divided among pp = {layout.pp} stages, of equal ones and a last; "
-                "change one of them"
+                f"layers = {self.layers} cannot be cut into pp = {layout.pp} x vpp = {layout.vpp} equal parts and a "
+                "rest; change one of them"
             )
         for name, size, by, divisor in self.cut_by(layout):
             if size % divisor:
                 raise ConfigurationError(f"{name} = {size} is not a multiple of {by} = {divisor}; change one of them")
+
+
+@cache  # a search of layouts asks a hundred thousand times
+def _chunks(layers: int, chunks: int, pp: int, stage: int) -> tuple[range, ...]:
+    each = -(-layers // chunks)
+    starts = (min(chunk * each, layers) for chunk in range(stage, chunks, pp))
+    return tuple(range(start, min(start + each, layers)) for start in starts)

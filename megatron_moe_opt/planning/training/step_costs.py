@@ -18,8 +18,8 @@ PP_NEIGHBOURS = "neighbouring stages"
 class StepCosts:
     """Seconds of a step that throughput() adds to those of computing and of MoE layers."""
 
-    blocks: float = 0.0
-    """Seconds of each micro-batch around attention and MLPs, on the pipeline stage with most of them."""
+    block: float = 0.0
+    """Seconds of each micro-batch around one attention or MLP, forward and backward."""
     between_stages: float = 0.0
     """Seconds of each micro-batch between two pipeline stages."""
     gradients: float = 0.0
@@ -48,10 +48,6 @@ def communication(
     def both(group: str, gathered: float, scattered: float) -> float:
         return seconds(Kind.ALL_GATHER, group, gathered) + seconds(Kind.REDUCE_SCATTER, group, scattered)
 
-    def blocks(stage: int) -> int:
-        layers, moe_layers = len(model.of_stage(layout, stage)), model.moe_layers(layout, stage)
-        return 2 * layers if model.shared_ffn else 2 * layers - moe_layers
-
     def gradients(stage: int) -> float:
         held = model.parameters(layout, stage)
         return sum(
@@ -63,5 +59,4 @@ def communication(
     of_tokens = tokens * model.hidden * element_bytes
     # Two neighbours that gather send half of what they have together.
     between_stages = 2 * seconds(Kind.ALL_GATHER, PP_NEIGHBOURS, 2 * of_tokens / layout.tp)
-    of_blocks = 2 * max(map(blocks, stages)) * both("tp", of_tokens, of_tokens)
-    return StepCosts(of_blocks, between_stages, max(map(gradients, stages)))
+    return StepCosts(2 * both("tp", of_tokens, of_tokens), between_stages, max(map(gradients, stages)))

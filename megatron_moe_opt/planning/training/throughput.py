@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_moe_opt.planning.training.memory import RECOMPUTE
 from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.planning.training.pipeline import StagePasses, step_seconds
 from megatron_moe_opt.planning.training.step_costs import StepCosts
 from megatron_moe_opt.topology.layouts import Layout
 
@@ -41,6 +42,18 @@ def flops_per_token(model: ModelShape, sequence: int) -> float:
     return 6.0 * model.active_matrices + 6.0 * model.layers * sequence * model.query_size
 
 
+def outside_experts(
+    model: ModelShape, layout: Layout, device: GpuSpeed, micro_batch: int, sequence: int, besides: StepCosts
+) -> tuple[float, float]:
+    """Returns the seconds of a MoE layer outside its routed experts, forward and backward of a micro-batch: those of
+    attention with the router, and of shared experts.
+    """
+    each = 6.0 * micro_batch * sequence / (layout.tp * layout.cp) / (device.peak_flops * device.efficiency)
+    shared = model.mlp_matrices(model.shared_ffn)
+    attention = model.layer_matrices() - model.expert_matrices - shared + sequence * model.query_size
+    return each * attention + besides.block, each * shared + (shared > 0) * besides.block
+
+
 def throughput(
     model: ModelShape,
     layout: Layout,
@@ -53,6 +66,7 @@ def throughput(
     besides: StepCosts | None = None,
     recompute: str = RECOMPUTE[0],
     exchange_again: float = 0.0,
+    hidden: float = 0.0,
 ) -> Throughput:
     """Returns the time of a step in which every GPU computes its share and waits for its exchanges.
 
@@ -62,7 +76,7 @@ def throughput(
     Args:
         micro_batch: sequences.
         sequence: tokens of a sequence.
-        micro_batches: of one step and data-parallel rank; with pp stages the pipeline adds pp - 1 (1F1B).
+        micro_batches: of one step and data-parallel rank.
         exchange_seconds: dispatch and combine, forward and backward, of one layer and micro-batch, such as
             `Choice.seconds`.
         with_experts: these seconds contain the computation of the experts, as those of a pipeline that runs them do.
@@ -70,6 +84,8 @@ def throughput(
         recompute: a value of memory.RECOMPUTE. "full": a third of what layers compute, half of what they communicate
             and `exchange_again` come again; "selective": the forward pass of attention's products.
         exchange_again: seconds of what runs again of `exchange_seconds`, where layers are recomputed in full.
+        hidden: seconds of a MoE layer that are not in `exchange_seconds` because another micro-batch computes
+            meanwhile: passes that none runs beside take them too.
 
     Raises:
         ValueError: a peak or efficiency that is out of range.
@@ -83,7 +99,7 @@ def throughput(
     is_again, attends_again = (recompute == which for which in (RECOMPUTE[-1], RECOMPUTE[1]))
 
     def seconds(stage: int) -> float:
-        layers, moe_layers = len(model.of_stage(layout, stage)), model.moe_layers(layout, stage)
+        layers, moe_layers = model.layers_of_stage(layout, stage), model.moe_layers(layout, stage)
         attention = layers * sequence * model.query_size
         products = moe_layers * model.layer_matrices() + (layers - moe_layers) * model.layer_matrices(moe=False)
         if with_experts:
@@ -96,12 +112,15 @@ def throughput(
         if stage == layout.pp - 1:
             products += model.hidden * model.vocabulary
         computed = 6.0 * tokens * products / (layout.tp * layout.cp)
-        exchanged = moe_layers * (exchange_seconds + is_again * exchange_again)
-        return computed / (device.peak_flops * device.efficiency) + exchanged
+        communicated = moe_layers * (exchange_seconds + is_again * exchange_again)
+        communicated += model.blocks(layers, moe_layers) * besides.block * (1.5 if is_again else 1)
+        return computed / (device.peak_flops * device.efficiency) + communicated
 
-    one = max(map(seconds, model.telling_stages(layout)))
-    one += besides.blocks * (1.5 if is_again else 1) + besides.between_stages
-    step = one * (micro_batches + layout.pp - 1) + max(0.0, besides.gradients - one)
+    telling = model.telling_stages(layout)
+    beside = max(map(seconds, telling))
+    alone = max(seconds(stage) + model.moe_layers(layout, stage) * hidden for stage in telling)
+    passes = StagePasses(alone, beside, besides.between_stages)
+    step = step_seconds(passes, layout, micro_batches) + max(0.0, besides.gradients - alone)
     tokens_of_step = tokens * micro_batches * layout.dp
     return Throughput(
         step_seconds=step,
