@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -43,6 +43,7 @@ class Streams:
         without: a place in the package, `file:line`, whose waits are left out.
         used: places in the package that order streams.
         syncs: where the host waited for the device.
+        seconds: how long a piece of work runs, by what it is; None: nobody asks when work ends.
     """
 
     def __init__(self, without: str | None = None) -> None:
@@ -53,6 +54,8 @@ class Streams:
         self.without, self.used = without, set[str]()
         self.syncs: list[str] = []
         self.of_groups: dict[str, Actor] = {}
+        self.seconds: Callable[[str], float] | None = None
+        self._ends: dict[tuple[int, int], float] = {}
 
     def new(self, name: str, follows: bool = False) -> Actor:
         """Returns a new stream. `follows`: whoever uses it has it wait for the caller's stream first, so that memory of
@@ -73,10 +76,19 @@ class Streams:
         finally:
             self._current.pop()
 
-    def launch(self, actor: Actor) -> int:
+    def launch(self, actor: Actor, what: str = "") -> int:
         """Returns the time of work that the host queues there now."""
         merge(actor.clock, self.host.clock)
-        return actor.tick()
+        if self.seconds is None:
+            return actor.tick()
+        begins = self.end_of(actor.clock)
+        time = actor.tick()
+        self._ends[actor.number, time] = begins + self.seconds(what)
+        return time
+
+    def end_of(self, clock: Clock) -> float:
+        """Returns the second at which all work behind a clock has ended, each piece as soon as all before it has."""
+        return max(self._ends.get(one, 0.0) for one in clock.items())
 
     def order(self, behind: Actor, clock: Clock, places: Sequence[str] = ()) -> None:
         """Orders what `behind` does afterwards behind `clock`, on behalf of these places in the package."""

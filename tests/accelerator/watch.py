@@ -134,7 +134,7 @@ class Watch:
             block.named = unsettled and actor is not self.streams.host
         if what == "empty":
             return
-        time, where = self.streams.launch(actor), f"{what} ({place()})"
+        time, where = self.streams.launch(actor, what), f"{what} ({place()})"
         for tensor in reads:
             self.memory.use(tensor, actor, time, False, where)
         for tensor in [*writes, *new]:

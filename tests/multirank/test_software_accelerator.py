@@ -339,6 +339,59 @@ def model_on_accelerator(
     return of_model | {"used": found.used, "found": found.findings()}
 
 
+def overlapped_on_accelerator(
+    library: Path, dispatcher: str, options: Options | None, exchange: float
+) -> dict[str, float]:
+    """The makespan of a step with 1F1B overlap, where a product takes a second and an exchange of rows `exchange`; and
+    what products and exchanges take together.
+    """
+    import megatron_moe_opt
+    from tests.accelerator.device import accelerator
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    spent = {"products": 0.0, "exchanges": 0.0}
+
+    def seconds(what: str) -> float:
+        if what.startswith(("mm", "bmm", "addmm", "baddbmm")):
+            spent["products"] += 1
+            return 1.0
+        if what.startswith(("exchange of", "all_to_all of")):
+            spent["exchanges"] += exchange
+            return exchange
+        return 0.0
+
+    megatron_moe_opt.register(options)
+    try:
+        with parallel(ep=4), accelerator(library) as found:
+            model = gpt(moe_token_dispatcher_type=dispatcher, num_layers=2, microbatches=3, **OVERLAPPED)
+            found.streams.seconds = seconds
+            model.train(1)
+            ends = [
+                found.streams.end_of(one.clock) for one in (found.streams.current, *found.streams.of_groups.values())
+            ]
+    finally:
+        megatron_moe_opt.register()
+    return spent | {"makespan": max(ends)}
+
+
+def test_what_is_exchanged_runs_beside_another_micro_batch(ranks, library):
+    """All but that of the first forward pass and the last backward pass, where an exchange takes as long as what is
+    beside it; hops as one exchange, and stock's own no more.
+    """
+
+    def run(dispatcher: str, options: Options | None, exchange: float) -> dict[str, float]:
+        arguments = {"dispatcher": dispatcher, "options": options, "exchange": exchange}
+        return max(ranks.run(overlapped_on_accelerator, library=library, **arguments), key=lambda one: one["makespan"])
+
+    def hidden(found: dict[str, float]) -> float:
+        return (found["products"] + found["exchanges"] - found["makespan"]) / found["exchanges"]
+
+    whole, hops = run("monta", Options(monta_level="O1"), 4.0), run("expert-migration", Options(**HOPS), 2.0)
+    assert hops == whole and hidden(whole) == pytest.approx(2 / 3)
+    assert hidden(run("alltoall", None, 4.0)) < 0.6  # probabilities travel by themselves, and weigh as much here
+
+
 def sent_ahead_on_accelerator(library: Path, options: Options, without: str | None = None) -> dict[str, Any]:
     """A layer whose experts are sent ahead twice before a pass uses them, as where a model leaves it out at times."""
     import megatron_moe_opt
