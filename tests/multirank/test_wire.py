@@ -225,9 +225,11 @@ NETMOE = {
     "rows-shared-recomputed": {
         "layout": {"ep": 4},
         "settings": SHARED | netmoe.RECOMPUTE_MOE | {"moe_router_topk": 4, "num_layers": 2},
+        "microbatches": 1,
         "options": Options(wire="fp8", monta_level="O2", chunks=3),
     },
-    "cp2": {"layout": {"cp": 2, "ep": 4}, "settings": {"num_layers": 2}, "options": Options(wire="combine=mxfp8")},
+    "cp2": {"layout": {"cp": 2, "ep": 4}, "settings": {"num_layers": 2}, "options": Options(wire="combine=mxfp8")}
+    | netmoe.ONE,
     "tp2-etp2-shared-recomputed": {
         "layout": {"tp": 2, "ep": 2, "etp": 2},
         "settings": SHARED | netmoe.RECOMPUTE_ALL | {"moe_router_topk": 4, "num_layers": 2},
@@ -240,12 +242,14 @@ NETMOE = {
         "bias": SPREAD,
         "options": Options(wire="fp8", way="hops", network_levels=(2, 2), chunks=3),
         "sizes": (netmoe.UNEVEN, netmoe.EVEN),
+        "microbatches": 1,
     },
     "hops-etp2": {
         "layout": {"ep": 2, "etp": 2},
         "settings": {"moe_router_topk": 4, "num_layers": 2},
         "bias": SPREAD,
         "options": Options(wire="dispatch=mxfp8,combine=fp8", way="hops"),
+        "microbatches": 1,
     },
 }
 
