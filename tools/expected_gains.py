@@ -1,4 +1,7 @@
-"""Prints README's table of what to expect, as planned today: `python -m tools.expected_gains` (6 to 9 minutes of a core)."""
+"""Prints README's table of what to expect, as it is planned today.
+
+python -m tools.expected_gains    6 to 9 minutes of a core
+"""
 
 from __future__ import annotations
 

@@ -291,8 +291,8 @@ def odd_length() -> None:
         layer = build_layer(moe_config(moe_token_dispatcher_type="parm", sequence_parallel=False))
         with pytest.raises(ConfigurationError, match="the 7 tokens of a sequence on a rank cannot be split"):
             layer(torch.zeros(7, 1, 64))
-        with pytest.raises(ConfigurationError, match="takes neither padding masks"):
-            layer(torch.zeros(8, 1, 64), padding_mask=torch.ones(1, 8, dtype=torch.bool))
+        with pytest.raises(ConfigurationError, match="takes no intermediate tensors"):
+            layer(torch.zeros(8, 1, 64), intermediate_tensors=(torch.zeros(8, 1, 64),))
 
 
 def test_what_cannot_be_split_is_refused(ranks):

@@ -53,7 +53,12 @@ def assemble(mine: dict[tuple[int, str], torch.Tensor], etp_rank: int, etp: int,
 def compare_with_dense(
     dispatcher: str, schedule: str, layout: dict[str, int], settings: dict[str, Any]
 ) -> dict[str, float]:
-    """Norm of the difference over the norm, of output, input gradient, router's and experts' gradients."""
+    """Norm of the difference over the norm, of output, input gradient, router's and experts' gradients.
+
+    `settings` with PADDED are those of a pass in which every third token is padding.
+    """
+    settings = dict(settings)
+    mask = (torch.arange(SEQUENCE) % 3 == 0).expand(BATCH, -1) if settings.pop("padded", False) else None
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
@@ -67,7 +72,7 @@ def compare_with_dense(
         generator = torch.Generator().manual_seed(5 + replica)
         hidden, weights = (torch.randn(SEQUENCE, BATCH, config.hidden_size, generator=generator) for _ in "ab")
         leaf = hidden.clone().requires_grad_()
-        output, _ = ours(leaf)
+        output, _ = ours(leaf, padding_mask=mask)
         (output * weights).sum().backward()
         # The output gradient is the same on all TP ranks. A whole sum is taken of each weight's gradient.
         experts = {(expert, name): weight for expert, name, weight in weights_of(ours)}
@@ -88,7 +93,7 @@ def compare_with_dense(
         outputs, input_grads = [], []
         for part, part_weights in zip(hidden.chunk(parts), weights.chunk(parts), strict=True):
             dense_leaf = part.clone().requires_grad_()
-            dense_output, _ = dense(dense_leaf)
+            dense_output, _ = dense(dense_leaf, padding_mask=mask)
             (dense_output * part_weights).sum().backward()
             outputs.append(dense_output.detach())
             input_grads.append(dense_leaf.grad)
@@ -104,6 +109,7 @@ def compare_with_dense(
 
 
 NO_AUX = {"moe_aux_loss_coeff": 0.0}
+PADDED = {"padded": True}
 DROPLESS = {"moe_z_loss_coeff": 0.01, "moe_router_topk": 4}
 SCHEDULES = (("parm", "S1"), ("parm", "S2"), ("deepspeed", "S1"))
 IN_ONE_PHASE = ("parm", "S2 in one phase")
@@ -147,6 +153,12 @@ def test_sizes_that_fit_4_ranks(ranks):
 def test_tokens_that_depend_on_each_other(ranks):
     layouts = [{"tp": 2, "ep": 2, "etp": 2}, {"tp": 4, "ep": 2, "etp": 1}]
     cases = in_turn(layouts, (*SCHEDULES, IN_ONE_PHASE), (NO_AUX | DROP, SINKHORN))
+    assert ranks.run(compare_all, cases=cases) == [[]] * 4
+
+
+def test_padding_is_no_part_of_losses(ranks):
+    layouts = [{"tp": 2, "ep": 2, "etp": 2}, {"tp": 4, "ep": 2, "etp": 1}]
+    cases = in_turn(layouts, SCHEDULES, (DROPLESS | PADDED, DROPLESS | PADDED))
     assert ranks.run(compare_all, cases=cases) == [[]] * 4
 
 

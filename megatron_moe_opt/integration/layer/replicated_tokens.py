@@ -107,16 +107,22 @@ def take_replicated_tokens(layer: Any) -> None:
     stock_forward = functools.partial(seam.stock(LayerSlot.FORWARD), layer)
     edge: _Edge | None = None
 
-    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        hidden_states: torch.Tensor,
+        intermediate_tensors: Any = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> Any:
         nonlocal edge
-        _check(hidden_states, layer, of_parts, args, kwargs)
+        _check(hidden_states, layer, of_parts, intermediate_tensors)
         edge = edge or _Edge(layer, marked)
         edge.complete_gradients()
         edge.splits_rows = layer.token_dispatcher.take_copies(hidden_states, group)
         with reading_as_sequence_parallel(layer.config):
             if edge.splits_rows:
-                return stock_forward(hidden_states)
-            output, bias = stock_forward(split_over_tp(hidden_states, group))
+                return stock_forward(hidden_states, padding_mask=padding_mask)
+            if padding_mask is not None:  # [B, S]
+                padding_mask = padding_mask.chunk(group.size(), dim=1)[group.rank()]
+            output, bias = stock_forward(split_over_tp(hidden_states, group), padding_mask=padding_mask)
         return _gather(output, group), bias
 
     seam.put(LayerSlot.FORWARD, forward)
@@ -252,10 +258,8 @@ def _linears_of_parts(layer: Any) -> list[Any]:
     return [] if shared is None else [one for one in shared.modules() if getattr(one, "sequence_parallel", False)]
 
 
-def _check(
-    hidden_states: torch.Tensor, layer: Any, of_parts: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Refuses a pass without equal parts, or with more than tokens. Megatron's text generation has one token at a time,
+def _check(hidden_states: torch.Tensor, layer: Any, of_parts: list[Any], intermediate_tensors: Any) -> None:
+    """Refuses a pass without equal parts, or of a part of a layer. Megatron's text generation has one token at a time,
     and before that has all linears, those `of_parts` too, take all tokens.
     """
     tp, name = layer.tp_group, layer.config.moe_token_dispatcher_type
@@ -266,8 +270,8 @@ def _check(
             f"{tp.size()}, which text generation does not go with: generate with {FLAG} alltoall"
         )
     _check_length(hidden_states, tp)
-    if any(argument is not None for argument in (*args, *kwargs.values())):
+    if intermediate_tensors is not None:
         raise ConfigurationError(
-            "a MoE layer without --sequence-parallel takes neither padding masks nor intermediate tensors: add "
-            f"--sequence-parallel, or use {FLAG} alltoall"
+            "a MoE layer without --sequence-parallel takes no intermediate tensors: add --sequence-parallel, or use "
+            f"{FLAG} alltoall"
         )
