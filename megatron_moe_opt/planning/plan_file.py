@@ -14,6 +14,7 @@ from megatron_moe_opt.planning.costs.cluster import RANKS, TYPE, Facts, facts
 from megatron_moe_opt.planning.costs.differences import differences
 from megatron_moe_opt.planning.json_places import JsonPlace
 from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.planning.training.pipeline import OVERLAP
 
 FORMAT = "megatron-moe-opt plan"
 VERSION = 1
@@ -135,15 +136,16 @@ class Plan:
         return differences({name: made_for[name] for name in self.made_for}, self.made_for)
 
 
-def facts_of_plan(*, hidden: int, ffn: int, topk: int, dtype: str, ranks: int, version: str) -> Facts:
+def facts_of_plan(*, hidden: int, ffn: int, topk: int, dtype: str, ranks: int, version: str, overlaps: bool) -> Facts:
     """Returns what Plan.made_for says of a model and a run, for the one who makes a plan and the one who runs it.
 
     Args:
         ffn: the hidden size of a whole expert.
         version: of this package, whose predictions a plan has.
+        overlaps: whether micro-batches overlap.
     """
     return dict(zip(OF_MODEL, (hidden, ffn, topk), strict=True)) | {
-        TYPE: dtype, RANKS: ranks, "megatron-moe-opt": version,
+        TYPE: dtype, RANKS: ranks, "megatron-moe-opt": version, OVERLAP: "given" if overlaps else "not given",
     }  # fmt: skip
 
 

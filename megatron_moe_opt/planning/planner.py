@@ -19,6 +19,7 @@ from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction, Refusal
+from megatron_moe_opt.planning.training.pipeline import OVERLAP
 from megatron_moe_opt.row_format import Wire
 from megatron_moe_opt.systems import SYSTEMS
 from megatron_moe_opt.systems.system import System
@@ -114,7 +115,7 @@ def _asked(beside: Beside | None) -> tuple[list[System], list[Refusal]]:
     """Returns the systems that are asked for candidates, and refusals of those that run beside no other micro-batch."""
     planned = [system for system in SYSTEMS if system.candidates]
     asked = [system for system in planned if beside is None or system.overlaps_batches]
-    why = "does not run with --overlap-moe-expert-parallel-comm, which calls dispatch and combine by themselves"
+    why = f"does not run with {OVERLAP}, which calls dispatch and combine by themselves"
     return asked, [Refusal(system.name, why) for system in planned if system not in asked]
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megatron_moe_opt.cli.plan.case import FITS, Case
-from megatron_moe_opt.cli.plan.settings import OVERLAP
 from megatron_moe_opt.planning.costs.known_clusters import GIB
 from megatron_moe_opt.planning.planner import WINS_BY
 from megatron_moe_opt.planning.predicting.layer_on_cluster import EXPERTS
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
+from megatron_moe_opt.planning.training.pipeline import OVERLAP
 from megatron_moe_opt.topology.expansion import Expansion
 from megatron_moe_opt.topology.layouts import HORIZONTAL, VERTICAL
 

@@ -202,7 +202,7 @@ class Case:
         layers = range(model.dense_layers + 1, model.layers + 1)  # Megatron counts from 1
         made_for = facts_of_plan(
             hidden=model.hidden, ffn=model.ffn, topk=model.topk, dtype=self.settings.dtype, ranks=layout.world,
-            version=__version__,
+            version=__version__, overlaps=self.settings.overlaps,
         )  # fmt: skip
         lies = self.expansion
         expansion = lies and {"direction": lies.direction, "reason": lies.reason, "order": lies.chosen.order,

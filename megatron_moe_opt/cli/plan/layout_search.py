@@ -14,7 +14,7 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.console import progress_console, table_of
 from megatron_moe_opt.cli.plan.case import FITS, Case
-from megatron_moe_opt.cli.plan.settings import OVERLAP, PlanSettings, Site, check_model, site_of
+from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, check_model, site_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.known_clusters import GIB, KNOWN_CLUSTERS
 from megatron_moe_opt.planning.planner import bound_and_stock, candidates
@@ -27,7 +27,7 @@ from megatron_moe_opt.planning.training.memory import (
     training_memory,
 )
 from megatron_moe_opt.planning.training.model import ModelShape
-from megatron_moe_opt.planning.training.pipeline import under_way
+from megatron_moe_opt.planning.training.pipeline import OVERLAP, under_way
 from megatron_moe_opt.topology.layouts import Layout, divisors
 
 SHOWN = 8

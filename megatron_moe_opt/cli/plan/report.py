@@ -13,7 +13,7 @@ from megatron_moe_opt.cli.console import report_console, say, say_written, table
 from megatron_moe_opt.cli.plan.advice import advice, does_not_fit, expansion_advice
 from megatron_moe_opt.cli.plan.case import Case
 from megatron_moe_opt.cli.plan.layout_search import Wanted, layouts_table, search
-from megatron_moe_opt.cli.plan.settings import OVERLAP, PlanSettings, Site, site_of
+from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, site_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.gpu_settings import CONNECTIONS
@@ -30,6 +30,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, told_together
 from megatron_moe_opt.planning.training.known_models import MONTA_CHOICES
 from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.planning.training.pipeline import OVERLAP
 from megatron_moe_opt.planning.training.step_costs import PP_NEIGHBOURS
 from megatron_moe_opt.schedules.mpmoe import HOPS
 from megatron_moe_opt.schedules.schedule import CODEC, Kind

@@ -18,7 +18,7 @@ from megatron_moe_opt.planning.training.arrangements import Arrangement
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
 from megatron_moe_opt.planning.training.memory import RECOMPUTE
 from megatron_moe_opt.planning.training.model import ModelShape
-from megatron_moe_opt.planning.training.pipeline import takes
+from megatron_moe_opt.planning.training.pipeline import OVERLAP, takes
 from megatron_moe_opt.planning.training.throughput import GpuSpeed
 from megatron_moe_opt.row_format import ELEMENT_BYTES, LANE_BYTES
 from megatron_moe_opt.schedules.parm import TP
@@ -39,8 +39,6 @@ size.
 LEAST = 1e-9
 """The least of these numbers, op_us aside, which may be 0."""
 BANDWIDTHS = ("inter", "intra", "copy")
-OVERLAP = "--overlap-moe-expert-parallel-comm"
-"""Megatron's flag, and ours."""
 NEEDED = ("layers", "hidden", "ffn", "experts", "topk", "heads", "vocabulary")
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_moe_opt import __version__
 from megatron_moe_opt.dispatchers.say import say_once, say_other_settings
 from megatron_moe_opt.integration.layer.configured_workload import moe_layers, type_of_rows
+from megatron_moe_opt.integration.layer.overlapped_batches import overlaps_batches
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.plan_file import Plan, facts_of_plan
 
@@ -32,6 +33,7 @@ def read_plan(file: Path, config: Any) -> Plan:
         dtype=type_of_rows(config),
         ranks=dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1")),
         version=__version__,
+        overlaps=overlaps_batches(config),
     )
     unlike = plan.check(
         file,

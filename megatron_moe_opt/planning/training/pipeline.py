@@ -1,7 +1,7 @@
 """How micro-batches go through pipeline stages: Megatron's 1F1B, plain, interleaved, and with overlapped micro-batches.
 
 Interleaved, a stage has several parts of the model (virtual stages), and a pass is one micro-batch in one of them. With
-overlapped micro-batches (--overlap-moe-expert-parallel-comm) the forward pass of one runs beside the backward pass of
+overlapped micro-batches (OVERLAP) the forward pass of one runs beside the backward pass of
 another, and what the MoE layers of each communicate beside what the other computes.
 """
 
@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_moe_opt.topology.layouts import Layout
+
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+"""The flag, Megatron's and that of `moe-opt plan`, by which micro-batches overlap."""
 
 
 @dataclass(frozen=True)
