@@ -39,6 +39,7 @@ from megatron_moe_opt.planning.training.memory import (
     training_memory,
 )
 from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.planning.training.pipeline import OVERLAP
 from megatron_moe_opt.topology.layouts import JOINT_ROLES, Layout
 
 PROGRAM = "check_recipe"
@@ -146,7 +147,8 @@ def _check_stages(flags: Flags, layout: Layout) -> None:
     for flag in ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"):
         if flag in flags:
             layers, stages = layers - flags.number(flag), stages - 1
-    if layers < stages or (layers % stages if stages else layers):
+    laid = "--pipeline-model-parallel-layout" in flags  # Megatron checks it
+    if not laid and (layers < stages or (layers % stages if stages else layers)):
         raise ConfigurationError(
             f"--pipeline-model-parallel-size {layout.pp} does not cut --num-layers {flags.number('--num-layers')}: "
             f"{layers} layers are left for {stages} stages; choose sizes that divide, or "
@@ -200,6 +202,7 @@ def _build_config(recipe: Recipe, flags: Flags) -> Any:
         "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion" not in flags,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
+        "virtual_pipeline_model_parallel_size": recipe.layout.vpp if recipe.layout.vpp > 1 else None,
     }
     if "--swiglu" in flags:
         settings["activation_func"] = torch.nn.functional.silu
@@ -252,14 +255,14 @@ def model_shape(recipe: Recipe) -> ModelShape | None:
 def _memory(recipe: Recipe, layout: Layout, micro_batches: int) -> tuple[StageMemory | None, int]:
     """Returns the memory of a rank of the stage that needs most, and the bytes of logits there."""
     flags, model = recipe.flags, model_shape(recipe)
-    if model is None or model.layers % layout.pp:
+    if model is None or model.layers % layout.chunks or "--pipeline-model-parallel-layout" in flags:
         return None, 0
     batch = flags.number("--micro-batch-size"), flags.number("--seq-length")
     recompute = "full" if flags.values("--recompute-granularity") == ["full"] else "none"
     each = BytesPerParameter(BF16, FP32, 0 if "--optimizer-cpu-offload" in flags else 3 * FP32)
     of_stages = (
         (
-            training_memory(model, layout, *batch, micro_batches, stage, recompute, each),
+            training_memory(model, layout, *batch, micro_batches, stage, recompute, each, overlaps=OVERLAP in flags),
             logits_memory(model, layout, stage, *batch),
         )
         for stage in model.telling_stages(layout)

@@ -99,14 +99,18 @@ class Recipe:
             ConfigurationError: parallel sizes that do not divide it.
         """
         flags = self.flags
-        tp = flags.number("--tensor-model-parallel-size", 1)
+        tp, pp = flags.number("--tensor-model-parallel-size", 1), flags.number("--pipeline-model-parallel-size", 1)
+        vpp = flags.number("--num-virtual-stages-per-pipeline-rank", 1)
+        if layers_of_each := flags.number("--num-layers-per-virtual-pipeline-stage", 0):
+            vpp = max(flags.number("--num-layers") // pp // layers_of_each, 1)
         return Layout(
             world=self.nodes * self.gpus_per_node,
             tp=tp,
             cp=flags.number("--context-parallel-size", 1),
             ep=flags.number("--expert-model-parallel-size", 1),
             expert_tp=flags.number("--expert-tensor-parallel-size", tp),
-            pp=flags.number("--pipeline-model-parallel-size", 1),
+            pp=pp,
+            vpp=vpp,
         )
 
     @cached_property

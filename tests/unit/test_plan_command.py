@@ -773,6 +773,29 @@ MODELS = ", ".join(KNOWN_MODELS)
             "--tp 8 does not divide the model's heads 4: choose a divisor",
         ),
         (
+            f"{MIXTRAL} --cluster pcie --world 8 --vpp 2",
+            "--vpp 2 is of a pipeline, and there is none: give --pp 2 or more",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --pp 4 --vpp 2 --micro-batches 6",
+            "--micro-batches 6 is no multiple of --pp 4, as --vpp 2 asks for: choose one",
+        ),
+        *(
+            (
+                f"{MIXTRAL} --cluster pcie --world 8 --overlap-moe-expert-parallel-comm {given}",
+                f"--overlap-moe-expert-parallel-comm does not run, or does nothing, with {sentence}, or drop it",
+            )
+            for given, sentence in (
+                ("--pp 4 --ep 2", "--pp 4 without virtual stages: give --vpp 2 or more"),
+                ("--tp 8", "--ep 1, where tokens stay on their rank: raise --ep"),
+                ("--recompute full", "--recompute full: give none or selective"),
+                (
+                    "--tp 2 --ep 4 --no-sequence-parallel",
+                    "--tp 2 --no-sequence-parallel: leave out --no-sequence-parallel",
+                ),
+            )
+        ),
+        (
             f"{MIXTRAL} --cluster pcie --world 8 --lanes nowhere/trace.json",
             "--lanes nowhere/trace.json: its folder does not exist; create it or choose another",
         ),

@@ -150,6 +150,26 @@ def test_a_stated_dispatcher_replaces_the_recipes():
     assert "dispatcher alltoall" in check(recipe).lines()[0]
 
 
+def test_pipelines_are_laid_as_a_plan_lays_them():
+    """With virtual stages, whose rank holds more, under 1F1B overlap one pass more, or a layout of its own."""
+    pipeline = "--expert-model-parallel-size", "4", "--pipeline-model-parallel-size", "8"
+    virtual, overlap = ("--num-virtual-stages-per-pipeline-rank", "2"), ("--overlap-moe-expert-parallel-comm",)
+    alltoall = "--moe-token-dispatcher-type", "alltoall"
+    plain, interleaved, by_layers, beside = (
+        check(altered("mixtral_8x7b", *pipeline, *alltoall, *added))
+        for added in ((), virtual, ("--num-layers-per-virtual-pipeline-stage", "2"), (*virtual, *overlap))
+    )
+    assert interleaved.layout.vpp == by_layers.layout.vpp == 2 and plain.layout.vpp == 1
+    activations = [one.memory.activations for one in (plain, interleaved, beside)]
+    assert activations == sorted(set(activations)) and by_layers.memory == interleaved.memory
+    laid = check(
+        altered("mixtral_8x7b", *pipeline, "--num-layers", "31", "--pipeline-model-parallel-layout", "E(t*2|)*15tL")
+    )
+    assert laid.memory is None
+    with pytest.raises(ConfigurationError, match="Megatron refuses"):
+        check(altered("mixtral_8x7b", *pipeline, "--pipeline-model-parallel-layout", "E(t*2|)*15tL"))
+
+
 def test_flags_of_several_values():
     scopes = ("--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope", "attn", "moe_router")
     assert check(altered("mixtral_8x7b", *scopes)).layout == read_recipe("mixtral_8x7b").layout

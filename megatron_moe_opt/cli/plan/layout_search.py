@@ -14,7 +14,7 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.console import progress_console, table_of
 from megatron_moe_opt.cli.plan.case import FITS, Case
-from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, check_model, site_of
+from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, check_model, check_overlap, site_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.known_clusters import GIB, KNOWN_CLUSTERS
 from megatron_moe_opt.planning.planner import bound_and_stock, candidates
@@ -136,6 +136,8 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     global_batch = wanted.global_batch or default_batch(sequence, world)
     known.levels(world)  # refuses GPUs that fill no nodes
     cp = settings.sizes["--cp"] or 1
+    if wanted.overlaps:
+        check_overlap(wanted.recompute, settings.dtype)
     overlaps = False if settings.dtype == "fp32" else wanted.overlaps
     of_step = list(
         arrangements(model, world, known.node, global_batch, wanted.micro_batch, wanted.recompute, cp, overlaps)

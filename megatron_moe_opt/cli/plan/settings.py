@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_moe_opt.cli.plan.named_sizes import Named
 from megatron_moe_opt.errors import ConfigurationError
@@ -254,6 +255,8 @@ def _measured(settings: PlanSettings) -> Site:
 
 
 def _layout(sizes: Mapping[str, int]) -> Layout:
+    if sizes.get("--vpp", 1) > 1 == sizes["--pp"]:
+        raise ConfigurationError(f"--vpp {sizes['--vpp']} is of a pipeline, and there is none: give --pp 2 or more")
     return layout_of_options(sizes, f"--world {sizes['--world']}")
 
 
@@ -275,14 +278,25 @@ def _check(settings: PlanSettings, model: ModelShape, site: Site) -> None:
             )
 
 
+def check_overlap(recompute: str | None, dtype: str) -> None:
+    """Refuses, with ConfigurationError, micro-batches that are to overlap where no layout lets them."""
+    if recompute == RECOMPUTE[-1]:
+        _refuse_overlap(f"--recompute {recompute}", "give none or selective")
+    if dtype == "fp32":
+        _refuse_overlap("--dtype fp32", "give bf16")
+
+
+def _refuse_overlap(where: str, way_out: str) -> NoReturn:
+    raise ConfigurationError(f"{OVERLAP} does not run, or does nothing, with {where}: {way_out}, or drop it")
+
+
 def _check_overlap(settings: PlanSettings, site: Site) -> None:
     """Refuses, with ConfigurationError, micro-batches that are to overlap where they cannot, or are not predicted."""
+    check_overlap(settings.recompute, settings.dtype)
     layout = site.layout
     for is_so, where, way_out in (
         (layout.ep == 1, "--ep 1, where tokens stay on their rank", "raise --ep"),
         (layout.pp > 1 == layout.vpp, f"--pp {layout.pp} without virtual stages", "give --vpp 2 or more"),
-        (settings.recompute == RECOMPUTE[-1], f"--recompute {settings.recompute}", "give none or selective"),
-        (settings.dtype == "fp32", "--dtype fp32", "give bf16"),
         (
             layout.tp > 1 and not settings.sequence_parallel,
             f"--tp {layout.tp} --no-sequence-parallel",
@@ -295,7 +309,7 @@ def _check_overlap(settings: PlanSettings, site: Site) -> None:
         ),
     ):
         if is_so:
-            raise ConfigurationError(f"{OVERLAP} does not run, or does nothing, with {where}: {way_out}, or drop it")
+            _refuse_overlap(where, way_out)
 
 
 def check_model(model: ModelShape, layout: Layout) -> None:
