@@ -777,8 +777,8 @@ MODELS = ", ".join(KNOWN_MODELS)
             "--vpp 2 is of a pipeline, and there is none: give --pp 2 or more",
         ),
         (
-            f"{MIXTRAL} --cluster pcie --world 8 --pp 4 --vpp 2 --micro-batches 6",
-            "--micro-batches 6 is no multiple of --pp 4, as --vpp 2 asks for: choose one",
+            f"{MIXTRAL} --cluster pcie --world 8 --pp 2 --vpp 2 --micro-batches 3",
+            "--micro-batches 3 is no multiple of --pp 2, as --vpp 2 asks for: choose one",
         ),
         *(
             (
