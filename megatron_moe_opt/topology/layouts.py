@@ -71,7 +71,7 @@ class Layout:
                 raise ConfigurationError(
                     f"{product} does not divide the {self.world} ranks: choose sizes whose product does"
                 )
-        if self.vpp < 1 or self.vpp > 1 == self.pp:
+        if self.vpp < 1 or (self.vpp > 1 and self.pp == 1):
             raise ConfigurationError(f"vpp {self.vpp} with pp {self.pp}: virtual stages are of a pipeline; raise pp")
         if self.pp > 1 and (
             self._strides(_ATTENTION)["pp"] != self._strides(_EXPERTS)["pp"]

@@ -298,23 +298,13 @@ def _least_memory(model: ModelShape, one: Arrangement, sequence: int, element_by
 
 def layouts_table(searched: Searched) -> Table:
     """Returns one row for each layout, the fastest first."""
+    headers = (
+        "dispatcher", "1F1B", "TP", "PP", "VPP", "EP", "expert-TP", "batch", "recompute", "tokens/s", "x stock", "MFU",
+        "GiB",
+    )  # fmt: skip
     table = table_of(
         f"Layouts that fit, a training step of {searched.global_batch} sequences of each",
-        (
-            "dispatcher",
-            "1F1B",
-            "TP",
-            "PP",
-            "VPP",
-            "EP",
-            "expert-TP",
-            "batch",
-            "recompute",
-            "tokens/s",
-            "x stock",
-            "MFU",
-            "GiB",
-        ),  # fmt: skip
+        headers,
         caption=f"1F1B: micro-batches overlap ({OVERLAP}); VPP: virtual pipeline stages; batch: sequences of a "
         "micro-batch; tokens/s of a GPU; x stock: times those of stock alltoall in its own best layout; GiB of a GPU "
         f"of the fullest stage. {searched.compared} layouts with micro-batches, recomputation and overlap compared, "

@@ -255,7 +255,7 @@ def _measured(settings: PlanSettings) -> Site:
 
 
 def _layout(sizes: Mapping[str, int]) -> Layout:
-    if sizes.get("--vpp", 1) > 1 == sizes["--pp"]:
+    if sizes.get("--vpp", 1) > 1 and sizes["--pp"] == 1:
         raise ConfigurationError(f"--vpp {sizes['--vpp']} is of a pipeline, and there is none: give --pp 2 or more")
     return layout_of_options(sizes, f"--world {sizes['--world']}")
 
@@ -296,7 +296,7 @@ def _check_overlap(settings: PlanSettings, site: Site) -> None:
     layout = site.layout
     for is_so, where, way_out in (
         (layout.ep == 1, "--ep 1, where tokens stay on their rank", "raise --ep"),
-        (layout.pp > 1 == layout.vpp, f"--pp {layout.pp} without virtual stages", "give --vpp 2 or more"),
+        (layout.pp > 1 and layout.vpp == 1, f"--pp {layout.pp} without virtual stages", "give --vpp 2 or more"),
         (
             layout.tp > 1 and not settings.sequence_parallel,
             f"--tp {layout.tp} --no-sequence-parallel",

@@ -1,8 +1,8 @@
 """How micro-batches go through pipeline stages: Megatron's 1F1B, plain, interleaved, and with overlapped micro-batches.
 
 Interleaved, a stage has several parts of the model (virtual stages), and a pass is one micro-batch in one of them. With
-overlapped micro-batches (OVERLAP) the forward pass of one runs beside the backward pass of
-another, and what the MoE layers of each communicate beside what the other computes.
+overlapped micro-batches (OVERLAP) the forward pass of one runs beside the backward pass of another, and what the MoE
+layers of each communicate beside what the other computes.
 """
 
 from __future__ import annotations
