@@ -6,13 +6,23 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
-from megatron_moe_opt.planning.costs.known_clusters import ADIRA, PARM_B
-from megatron_moe_opt.planning.predicting.baselines import GROUP, baselines, deepspeed, fastermoe, fastmoe, tutel
+from megatron_moe_opt.planning.costs.known_clusters import ADIRA, H100_IB400, PARM_B
+from megatron_moe_opt.planning.predicting.baselines import (
+    GROUP,
+    baselines,
+    deepep,
+    deepspeed,
+    fastermoe,
+    fastmoe,
+    tutel,
+)
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.schedules.mpmoe import NONE
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind
+from megatron_moe_opt.systems.expert_migration import EXPERT_MIGRATION
 from megatron_moe_opt.systems.mpmoe import candidate
 from megatron_moe_opt.topology.layouts import Layout
 from tests.schedule_checks import validate
@@ -79,3 +89,21 @@ def test_fastermoe_sends_each_row_once_and_hides_experts():
     assert few.seconds > fastmoe(layer_on(world=8, tokens=64)).seconds  # two groups of a few rows: messages decide
     one_group = replace(layer_on(world=8).workload, experts=4, ep=4, workers=(4,))
     assert fastermoe(LayerOnCluster(one_group, describe(ADIRA, Layout(8, ep=4), 2048, 8192))).parts == 1
+
+
+def test_deepep_sends_what_hops_send_and_waits_for_the_slowest_level():
+    """Its levels work at once, where ours hop over one after the other, and nothing is copied between."""
+    on = layer_on(H100_IB400, 32, tokens=4096)
+    kernel = deepep(on)
+    of_all = EXPERT_MIGRATION.candidates(on, EXPERT_MIGRATION.open_options)
+    hops = next(one for one in of_all if one.variant == "expert-migration:1x1")
+    assert (kernel.inter_bytes, kernel.intra_bytes) == pytest.approx((hops.inter_bytes, hops.intra_bytes), rel=1e-6)
+    of_levels = [
+        one.end - one.start for timeline in kernel.timelines for one in timeline.spans if one.op.kind in COLLECTIVES
+    ]
+    assert len(of_levels) == 2 * 4
+    slowest = sum(max(of_levels[first : first + 2]) for first in range(0, 8, 2))
+    assert kernel.exposed == pytest.approx(slowest) and kernel.seconds < hops.seconds
+    assert kernel.exposed < hops.exposed <= sum(of_levels) * (1 + 1e-9)
+    with pytest.raises(ConfigurationError, match="experts that are cut"):
+        deepep(layer_on(H100_IB400, 32, tp=2, etp=2))

@@ -79,7 +79,7 @@ class Case:
             predict: which candidates; None: all (planner.candidates).
         """
         workload = workload_of(settings, model, site, sequence)
-        beside = _beside(settings, model, site, sequence) if settings.overlaps else None
+        beside = _beside(settings, model, site, sequence)
         found = (predict or candidates)(workload, site.cluster, settings.activation_budget, beside=beside)
         return cls(settings, model, site, sequence, workload, *found)
 
@@ -101,9 +101,13 @@ class Case:
     def narrowed(self) -> dict[Wire, Prediction]:
         """Returns the fastest candidate with each format in which rows would be narrower on the wire."""
         wires = narrower(self.workload.element_bytes)
-        settings, site = self.settings, self.site
-        beside = _beside(settings, self.model, site, self.sequence) if settings.overlaps else None
-        return fastest_narrowed(self.workload, site.cluster, settings.activation_budget, wires, beside)
+        budget = self.settings.activation_budget
+        return fastest_narrowed(self.workload, self.site.cluster, budget, wires, self.beside)
+
+    @property
+    def beside(self) -> Beside | None:
+        """Returns what makes of a prediction one of a layer whose micro-batches overlap; None: they do not."""
+        return _beside(self.settings, self.model, self.site, self.sequence)
 
     @property
     def expansion(self) -> Expansion | None:
@@ -218,8 +222,9 @@ def _step_costs(settings: PlanSettings, model: ModelShape, site: Site, sequence:
     return communication(model, site.layout, site.cluster, tokens, settings.element_bytes)
 
 
-def _beside(settings: PlanSettings, model: ModelShape, site: Site, sequence: int) -> Beside:
-    """Returns what makes of a prediction one of a layer whose micro-batches overlap."""
+def _beside(settings: PlanSettings, model: ModelShape, site: Site, sequence: int) -> Beside | None:
+    if not settings.overlaps:
+        return None
     besides = _step_costs(settings, model, site, sequence)
     outside = outside_experts(model, site.layout, site.device, settings.micro_batch, sequence, besides)
     return lambda one: overlapped(one, *outside, site.cluster.slowdown)

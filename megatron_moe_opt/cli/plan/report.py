@@ -25,7 +25,7 @@ from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.costs.known_clusters import GIB
 from megatron_moe_opt.planning.predicting.baselines import baselines
-from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.layer_on_cluster import EXPERTS, LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, told_together
 from megatron_moe_opt.planning.training.known_models import MONTA_CHOICES
@@ -49,7 +49,7 @@ RECOMPUTE_FLAGS = {
 }
 FASTEST = 10
 """The number of candidates that are shown, besides the best of each system."""
-_FLEX = Refusal(FLEX, "what it takes on DeepEP or HybridEP is not known: auto tries it where they are installed")
+_FLEX = Refusal(FLEX, "no times of DeepEP or HybridEP here: auto tries it where they are installed, --all guesses")
 MIB = 2**20
 _EXPERTS = {Kind.COMPUTE: "experts, forward", Kind.GRADIENT: "experts, backward"}
 
@@ -291,8 +291,10 @@ def _refused_table(refused: Sequence[Refusal]) -> Table:
 
 
 def _baselines_table(case: Case) -> Table:
-    """Returns what the papers measured themselves against, on the same costs."""
+    """Returns what others would take, on the same costs; where micro-batches overlap, those that can."""
     found = baselines(LayerOnCluster(case.workload, case.site.cluster))
+    if case.beside is not None:
+        found = tuple(case.beside(one) for one in found if EXPERTS in one.terms)
     rows = ((one.variant, f"{one.seconds * 1e3:.3f}", f"{one.seconds / case.chosen.seconds:.2f}") for one in found)
     return table_of("For comparison, not to choose from", ("schedule", "ms", "of the chosen"), rows)
 

@@ -1,4 +1,5 @@
-"""What the systems that the five papers measure themselves against would take for a layer, as the simulator plays it.
+"""What systems that ours are measured against would take for a layer, as the simulator plays it: those of the papers,
+and DeepEP, which Megatron's `flex` dispatcher runs on.
 
 For comparison alone: none is a dispatcher here but DeepSpeed-MoE's (`--moe-token-dispatcher-type deepspeed`), and none
 is ever chosen. Schedules are those of their publications and sources, on the same costs as all candidates; what their
@@ -9,6 +10,7 @@ kernels and message layers take more or less than ours is not in them.
     fastermoe   the ranks in groups of four: all messages with one group after another on their way, experts of those
                 that have arrived meanwhile, all messages back last (FasterMoE, section 4.2; its default)
     tutel       d equal parts of the rows, d of 1, 2, 4 and 8 as is fastest, sent and returned in the same order
+    deepep      a token once over every link, as ours hop, in one kernel: all network levels at once, no copies between
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ from megatron_moe_opt.planning.costs.cluster import STOCK
 from megatron_moe_opt.planning.costs.domain_curves import curve_of, measured_curves
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.schedules.expert_migration import outline
+from megatron_moe_opt.schedules.hops import HopBytes, HopStages, level_of
 from megatron_moe_opt.schedules.monta import EP, EXPERT_TP, GATHERED, AllToAllAndGather, even_chunks
 from megatron_moe_opt.schedules.pipeline import Pipeline, own_buffer
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Outline
+from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.topology.domains import stationary
 
 GROUP = 4
@@ -96,10 +101,40 @@ def fastermoe(layer: LayerOnCluster, ranks: int = GROUP) -> Prediction:
     return _sent_first(layer, "fastermoe", groups, cost)
 
 
+def deepep(layer: LayerOnCluster) -> Prediction:
+    """Predicts what DeepEP sends (github.com/deepseek-ai/DeepEP), by the costs of the cluster's own all-to-alls: each
+    exchange takes what its slowest network level takes. That it takes multiprocessors from experts which run beside it,
+    and may reach more of a link than NCCL does (it publishes 0.9 of 400 Gb/s), is not in it.
+
+    Raises:
+        ConfigurationError: experts are cut, or the all-to-alls of the network levels were not measured.
+    """
+    one = layer.workload
+    if one.etp > 1:
+        raise ConfigurationError("experts that are cut have no such exchange")
+    domains, curves, sent = (
+        stationary(one.workers),
+        measured_curves(layer.costs, one.workers),
+        one.migration(layer.skew),
+    )
+    way = HopStages(domains.levels, domains.hops)
+    hopping = HopBytes({level: int(sent.exchanged(domains, level)) for level in domains.hops})
+
+    def seconds(op: Op) -> float:
+        if op.kind is not Kind.ALL_TO_ALL:
+            return 0.0
+        level = level_of(op.group)
+        return layer.costs.overhead + curve_of(curves, op.kind, level, domains.domains(level)).seconds(op.size)
+
+    exchanges = [outline(word, way).sized([hopping]) for word in ("hop out", "hop back")]
+    at_once = [Timeline.of_times(one_way, [(0.0, seconds(op)) for op in one_way.ops]) for one_way in exchanges]
+    return layer.played("deepep", 2 * at_once)
+
+
 def baselines(layer: LayerOnCluster) -> tuple[Prediction, ...]:
     """Predicts all that the cluster's measurements cover; `deepspeed` alone where TP ranks hold the same tokens."""
     found = []
-    for build in (deepspeed,) if layer.workload.tp > 1 else (deepspeed, fastmoe, fastermoe, tutel):
+    for build in (deepspeed,) if layer.workload.tp > 1 else (deepspeed, fastmoe, fastermoe, tutel, deepep):
         with suppress(ConfigurationError):
             found.append(build(layer))
     return tuple(found)
