@@ -9,7 +9,7 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import EXPERTS
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.planning.training.pipeline import OVERLAP
 from megatron_moe_opt.topology.expansion import Expansion
-from megatron_moe_opt.topology.layouts import HORIZONTAL, VERTICAL
+from megatron_moe_opt.topology.layouts import HORIZONTAL, VERTICAL, Layout
 
 TELLS = 0.1
 """The least part of what a layer takes less than stock's that is given as a reason."""
@@ -93,11 +93,15 @@ def _gain(case: Case, fastest_of_stock: Case | None) -> str:
     return ", ".join(gains)
 
 
+def pipeline_of(layout: Layout) -> str:
+    """Returns the stages of a layout in words."""
+    return f"PP {layout.pp}" + (f" of {layout.vpp} virtual stages each" if layout.vpp > 1 else "")
+
+
 def _where(case: Case) -> str:
     layout = case.site.layout
-    pipeline = f"PP {layout.pp}" + (f" of {layout.vpp} virtual stages each" if layout.vpp > 1 else "")
     overlap = f", {OVERLAP}" if case.settings.overlaps else ""
-    return f"TP {layout.tp}, {pipeline}, EP {layout.ep}, expert-TP {layout.expert_tp}{overlap}"
+    return f"TP {layout.tp}, {pipeline_of(layout)}, EP {layout.ep}, expert-TP {layout.expert_tp}{overlap}"
 
 
 def _reason(chosen: Prediction, stock: Prediction) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_moe_opt import __version__
@@ -79,9 +79,11 @@ class Case:
             predict: which candidates; None: all (planner.candidates).
         """
         workload = workload_of(settings, model, site, sequence)
-        beside = _beside(settings, model, site, sequence)
-        found = (predict or candidates)(workload, site.cluster, settings.activation_budget, beside=beside)
-        return cls(settings, model, site, sequence, workload, *found)
+        empty = cls(settings, model, site, sequence, workload, (), ())
+        found, refused = (predict or candidates)(
+            workload, site.cluster, settings.activation_budget, beside=empty.beside
+        )
+        return replace(empty, candidates=found, refused=refused)
 
     def predicted(self, predict: Predict | None = None) -> Case:
         """Returns the same layer with other candidates, as `of` has them."""
@@ -107,7 +109,13 @@ class Case:
     @property
     def beside(self) -> Beside | None:
         """Returns what makes of a prediction one of a layer whose micro-batches overlap; None: they do not."""
-        return _beside(self.settings, self.model, self.site, self.sequence)
+        settings, site = self.settings, self.site
+        if not settings.overlaps:
+            return None
+        outside = outside_experts(
+            self.model, site.layout, site.device, settings.micro_batch, self.sequence, self._besides
+        )
+        return lambda one: overlapped(one, *outside, site.cluster.slowdown)
 
     @property
     def expansion(self) -> Expansion | None:
@@ -198,7 +206,9 @@ class Case:
 
     @cached_property
     def _besides(self) -> StepCosts:
-        return _step_costs(self.settings, self.model, self.site, self.sequence)
+        settings, site = self.settings, self.site
+        tokens = settings.micro_batch * self.sequence // site.layout.cp
+        return communication(self.model, site.layout, site.cluster, tokens, settings.element_bytes)
 
     def plan(self) -> Plan:
         """Returns the plan that runs the chosen candidate in all MoE layers, the others as runners-up."""
@@ -215,16 +225,3 @@ class Case:
             dict.fromkeys(layers, self.chosen.variant), self.candidates, self.settings.cluster, layout.ep,
             layout.expert_tp, model.experts, self.site.cluster.gpu_settings, made_for, expansion or {},
         )  # fmt: skip
-
-
-def _step_costs(settings: PlanSettings, model: ModelShape, site: Site, sequence: int) -> StepCosts:
-    tokens = settings.micro_batch * sequence // site.layout.cp
-    return communication(model, site.layout, site.cluster, tokens, settings.element_bytes)
-
-
-def _beside(settings: PlanSettings, model: ModelShape, site: Site, sequence: int) -> Beside | None:
-    if not settings.overlaps:
-        return None
-    besides = _step_costs(settings, model, site, sequence)
-    outside = outside_experts(model, site.layout, site.device, settings.micro_batch, sequence, besides)
-    return lambda one: overlapped(one, *outside, site.cluster.slowdown)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console, say, say_written, table_of
-from megatron_moe_opt.cli.plan.advice import advice, does_not_fit, expansion_advice
+from megatron_moe_opt.cli.plan.advice import advice, does_not_fit, expansion_advice, pipeline_of
 from megatron_moe_opt.cli.plan.case import Case
 from megatron_moe_opt.cli.plan.layout_search import Wanted, layouts_table, search
 from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, site_of
@@ -202,8 +202,7 @@ def megatron_flags(case: Case, plan: Path | None) -> list[str]:
 
 def pipeline_flags(model: ModelShape, layout: Layout) -> dict[str, int | str]:
     """Returns the arguments, besides the pipeline's size, by which Megatron lays the layers as ModelShape does."""
-    even = model.layers % layout.chunks == 0
-    if even:
+    if model.layers % layout.chunks == 0:
         return {"--num-virtual-stages-per-pipeline-rank": layout.vpp} if layout.vpp > 1 else {}
     last = model.layers_of_stage(layout, layout.pp - 1)
     if layout.vpp == 1 and last:
@@ -221,9 +220,8 @@ def _heading(case: Case) -> str:
     where = f"{settings.cluster} ({described})" if described else settings.cluster
     split = "split" if settings.sequence_parallel else "replicated"
     levels = " x ".join(map(str, workload.workers))
-    pipeline = f"PP {layout.pp}" + (f" of {layout.vpp} virtual stages each" if layout.vpp > 1 else "")
     return (
-        f"{where}: {layout.world} GPUs, TP {layout.tp} (tokens {split}), CP {layout.cp}, {pipeline}, "
+        f"{where}: {layout.world} GPUs, TP {layout.tp} (tokens {split}), CP {layout.cp}, {pipeline_of(layout)}, "
         f"EP {layout.ep} ({levels}, the slowest level first), expert-TP {layout.expert_tp}; "
         f"{workload.rows} rows of {workload.row_bytes} bytes a GPU"
     )

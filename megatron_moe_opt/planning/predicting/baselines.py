@@ -24,10 +24,10 @@ from math import ceil
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import STOCK
 from megatron_moe_opt.planning.costs.domain_curves import curve_of, measured_curves
+from megatron_moe_opt.planning.predicting.expert_migration import hops
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.prediction import Prediction
-from megatron_moe_opt.schedules.expert_migration import outline
-from megatron_moe_opt.schedules.hops import HopBytes, HopStages, level_of
+from megatron_moe_opt.schedules.hops import level_of
 from megatron_moe_opt.schedules.monta import EP, EXPERT_TP, GATHERED, AllToAllAndGather, even_chunks
 from megatron_moe_opt.schedules.pipeline import Pipeline, own_buffer
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Outline
@@ -112,13 +112,7 @@ def deepep(layer: LayerOnCluster) -> Prediction:
     one = layer.workload
     if one.etp > 1:
         raise ConfigurationError("experts that are cut have no such exchange")
-    domains, curves, sent = (
-        stationary(one.workers),
-        measured_curves(layer.costs, one.workers),
-        one.migration(layer.skew),
-    )
-    way = HopStages(domains.levels, domains.hops)
-    hopping = HopBytes({level: int(sent.exchanged(domains, level)) for level in domains.hops})
+    domains, curves = stationary(one.workers), measured_curves(layer.costs, one.workers)
 
     def seconds(op: Op) -> float:
         if op.kind is not Kind.ALL_TO_ALL:
@@ -126,8 +120,8 @@ def deepep(layer: LayerOnCluster) -> Prediction:
         level = level_of(op.group)
         return layer.costs.overhead + curve_of(curves, op.kind, level, domains.domains(level)).seconds(op.size)
 
-    exchanges = [outline(word, way).sized([hopping]) for word in ("hop out", "hop back")]
-    at_once = [Timeline.of_times(one_way, [(0.0, seconds(op)) for op in one_way.ops]) for one_way in exchanges]
+    ways = hops(one.migration(layer.skew), domains)
+    at_once = [Timeline.of_times(way, [(0.0, seconds(op)) for op in way.ops]) for way in ways]
     return layer.played("deepep", 2 * at_once)
 
 

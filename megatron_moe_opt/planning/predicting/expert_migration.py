@@ -199,6 +199,14 @@ def codec_seconds(layer: MigrationLayer, domains: ExpertDomains, op: Op, codec: 
     return codec(op.kind, layer.coded[collective] * part * op.size)
 
 
+def hops(layer: MigrationLayer, domains: ExpertDomains) -> tuple[Schedule, Schedule]:
+    """Returns the schedules in which the tokens of a pass hop to their experts, and back."""
+    hopping = HopBytes({level: int(layer.exchanged(domains, level)) for level in domains.hops})
+    way = HopStages(domains.levels, domains.hops)
+    out, back = (schedules.outline(word, way).sized([hopping]) for word in ("hop out", "hop back"))
+    return out, back
+
+
 def timelines(
     layer: MigrationLayer,
     domains: ExpertDomains,
@@ -218,12 +226,10 @@ def timelines(
         ConfigurationError: a curve is missing.
     """
     found = []
+    out, back = hops(layer, domains)
     for one, seconds in zip(layer.passes, expert_seconds, strict=True):
         forward = one.collective is Kind.ALL_GATHER
         before, after = _of_experts(layer, domains, one)
-        hopping = HopBytes({level: int(layer.exchanged(domains, level)) for level in domains.hops})
-        way = HopStages(domains.levels, domains.hops)
-        out, back = (schedules.outline(word, way).sized([hopping]) for word in ("hop out", "hop back"))
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
         cost = _seconds_of_ops(layer, domains, curves, seconds, codec, overhead)
         parts = [simulate(schedule, cost) for schedule in (*before, out, experts, back, *after) if schedule.ops]

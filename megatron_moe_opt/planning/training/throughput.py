@@ -116,10 +116,9 @@ def throughput(
         communicated += model.blocks(layers, moe_layers) * besides.block * (1.5 if is_again else 1)
         return computed / (device.peak_flops * device.efficiency) + communicated
 
-    telling = model.telling_stages(layout)
-    beside = max(map(seconds, telling))
-    alone = max(seconds(stage) + model.moe_layers(layout, stage) * hidden for stage in telling)
-    passes = StagePasses(alone, beside, besides.between_stages)
+    of_stages = {stage: seconds(stage) for stage in model.telling_stages(layout)}
+    alone = max(beside + model.moe_layers(layout, stage) * hidden for stage, beside in of_stages.items())
+    passes = StagePasses(alone, max(of_stages.values()), besides.between_stages)
     step = step_seconds(passes, layout, micro_batches) + max(0.0, besides.gradients - alone)
     tokens_of_step = tokens * micro_batches * layout.dp
     return Throughput(
