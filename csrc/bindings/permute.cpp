@@ -57,15 +57,14 @@ std::tuple<Tensor, OptionalTensor> permute_rows(const RowMapTensors& row_map, co
 }
 
 // out [R, V] from rows [T, >= V]: each row in all of its places, whatever its elements are, two bytes at a time or
-// more.
+// more. out may have more rows than the map.
 void spread_rows(const RowMapTensors& row_map, const Input<"rows">& rows, const Buffer<"out">& out) {
   const at::Device device = rows.device();
-  const RowMap map = view(row_map, device);
   check_tensor(rows, 2, device);
   check_tensor(out, 2, device);
-  check(rows.size(0) == map.num_tokens && out.size(0) == map.num_rows, "spread_rows: ", rows.size(0),
-        " rows and an out of ", out.size(0), ", but the row map has ", map.num_tokens, " tokens and ", map.num_rows,
-        " rows");
+  const RowMap map = view(row_map, device, out.size(0));
+  check(rows.size(0) == map.num_tokens, "spread_rows: ", rows.size(0), " rows, but the row map has ", map.num_tokens,
+        " tokens");
   const int64_t row_bytes = out.size(1) * out.element_size();
   check(out.scalar_type() == rows.scalar_type() && out.size(1) <= rows.size(1), "spread_rows: out of shape ",
         out.sizes(), " and dtype ", out.scalar_type(), " cannot hold the beginnings of ", "rows of shape ",
@@ -127,12 +126,12 @@ Tensor unpermute_rows(const RowMapTensors& row_map, const Input<"permuted_tokens
   return tokens;
 }
 
-// out [T, >= payload]: the sums of rows [R, >= payload], each of a format.
+// out [T, >= payload]: the sums of rows [R, >= payload], each of a format; or of those of a map among more of them.
 void sum_rows(const RowMapTensors& row_map, const Input<"rows">& rows, Size<"hidden"> hidden, const std::string& wire,
               const std::string& out_wire, const Buffer<"out">& out) {
   const at::Device device = rows.device();
-  const RowMap map = view(row_map, device);
-  const DType from = check_wire_rows(rows, wire, hidden, map.num_rows, device);
+  const DType from = check_wire_rows(rows, wire, hidden, std::nullopt, device);
+  const RowMap map = view(row_map, device, rows.size(0));
   const DType to = check_wire_rows(out, out_wire, hidden, map.num_tokens, device);
   check(sums(from, to) || (from == to && !has_scales(from)), "sum_rows: no sums of rows in ", wire, " (",
         rows.scalar_type(), ") as rows in ", out_wire, " (", out.scalar_type(), ")");

@@ -10,12 +10,12 @@ namespace {
 constexpr int64_t kMapBytesPerTask = 16 * 1024;  // of a routing map: least work worth a thread
 
 // Every index is checked on CPU, where that costs next to nothing; on CUDA it would cost a synchronisation.
-void check_indices(const RowMap& map, int64_t num_entries) {
+void check_indices(const RowMap& map, int64_t num_entries, int64_t num_places) {
   bool ok = map.offsets[0] == 0 && map.offsets[map.num_tokens] == num_entries;
   for (int64_t t = 0; t < map.num_tokens; ++t) ok &= map.offsets[t] <= map.offsets[t + 1];
   check(ok, "row map: offsets must rise from 0 to the number of rows, ", num_entries);
-  for (int64_t i = 0; i < num_entries; ++i) ok &= static_cast<uint64_t>(map.rows[i]) < uint64_t(map.num_rows);
-  check(ok, "row map: a row is outside [0, ", map.num_rows, ")");
+  for (int64_t i = 0; i < num_entries; ++i) ok &= static_cast<uint64_t>(map.rows[i]) < uint64_t(num_places);
+  check(ok, "row map: a row is outside [0, ", num_places, ")");
   for (int64_t i = 0; i < num_entries && map.experts != nullptr; ++i) {
     ok &= map.experts[i] >= 0 && map.experts[i] < map.num_experts;
   }
@@ -135,7 +135,7 @@ std::tuple<Tensor, Tensor, OptionalTensor> build_row_map_from_sources(const Inpu
 
 }  // namespace
 
-RowMap view(const RowMapTensors& tensors, const at::Device& device) {
+RowMap view(const RowMapTensors& tensors, const at::Device& device, std::optional<int64_t> num_places) {
   const auto& [offsets, rows, experts, num_experts] = tensors;
   check_index(offsets, device);
   check_index(rows, device);
@@ -152,7 +152,9 @@ RowMap view(const RowMapTensors& tensors, const at::Device& device) {
           "row_map.experts must be int32 with one entry for each row");
     map.experts = experts->const_data_ptr<int32_t>();
   }
-  if (device.is_cpu()) check_indices(map, rows.numel());
+  const int64_t places = num_places.value_or(map.num_rows);
+  check(places >= map.num_rows, "row map: ", map.num_rows, " rows, but there are ", places);
+  if (device.is_cpu()) check_indices(map, rows.numel(), places);
   return map;
 }
 

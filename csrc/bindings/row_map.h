@@ -13,7 +13,8 @@ namespace moe_opt {
 using RowMapTensors = std::tuple<Input<"row_map.offsets">, Input<"row_map.rows">, OptionalInput<"row_map.experts">,
                                  Size<"row_map.num_experts">>;
 
-RowMap view(const RowMapTensors& tensors, const at::Device& device);
+// num_places: how many rows there are, where those of the map may lie among others; default: they are all.
+RowMap view(const RowMapTensors& tensors, const at::Device& device, std::optional<int64_t> num_places = std::nullopt);
 
 void check_routing_map(const Argument& routing_map);
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_moe_opt.dispatchers.agreed_profile import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.predicting.expert_migration import DomainChoice
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.schedules.schedule import CODEC
 from megatron_moe_opt.systems.expert_migration import fastest_domains
@@ -30,18 +31,21 @@ def _times(numbers: tuple[int, ...]) -> str:
 
 
 class MeasuredDomains:
-    """Chooses the domains that are fastest according to a profile, for as many tokens as the first pass has."""
+    """Chooses the domains and chunks that are fastest by a profile, for as many tokens as the first pass has."""
 
-    def __init__(self, profile: Path, groups: ExpertGroups, workload: LayerWorkload) -> None:
+    def __init__(
+        self, profile: Path, groups: ExpertGroups, workload: LayerWorkload, counts: tuple[int, ...] | None = None
+    ) -> None:
         """Reads the profile on one rank for all. A collective call over the groups.
 
         Args:
             workload: of a layer, of which all but the tokens is known.
+            counts: the numbers of chunks to choose from; None: all.
 
         Raises:
             ConfigurationError: a profile of groups of other sizes, or without the curves of these levels.
         """
-        self.profile, self.groups, self.workload = profile, groups, workload
+        self.profile, self.groups, self.workload, self._counts = profile, groups, workload, counts
         self._cluster = agreed_cluster(groups, profile, workload)
         is_coded = max(workload.compression, workload.gradient_compression) > 1
         self._guess = _GUESS if is_coded and CODEC - {kind for kind, _ in self._cluster.curves} else ""
@@ -54,21 +58,21 @@ class MeasuredDomains:
                 "or give --moe-opt-domain-sizes"
             ) from error
 
-    def choose(self, tokens: int, device: torch.device) -> ExpertDomains:
+    def choose(self, tokens: int, device: torch.device) -> DomainChoice:
         """Chooses for the most tokens that a rank has. A collective call over the expert-parallel group."""
         most = torch.tensor(tokens, device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.ep)
         number = int(most)
-        choice = fastest_domains(replace(self.workload, tokens=number), self._cluster)
+        choice = fastest_domains(replace(self.workload, tokens=number), self._cluster, self._counts)
         say_once(
             "expert-migration",
             (number, choice),
             lambda: (
-                f"{number} tokens a rank: {describe_domains(choice.domains)}; predicted {choice.seconds * 1e3:.2f} ms "
-                f"a layer, forward and backward{self._guess}"
+                f"{number} tokens a rank: {describe_domains(choice.domains)}, {choice.chunks} chunk(s) of tokens; "
+                f"predicted {choice.seconds * 1e3:.2f} ms a layer, forward and backward{self._guess}"
             ),
         )
-        return choice.domains
+        return choice
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""

@@ -6,7 +6,7 @@
 (HybridEP, Fig. 8; section IV-A.) A rank holds the experts of all ranks of its domains, so that what arrives here is for
 any of them; how they come here is runtime/travelling_experts/expert_communicator.py's. With domain size 1 at every
 level no expert travels: that is expert parallelism hop by hop, in which a token crosses each link once, whatever its
-number of experts.
+number of experts. In chunks, tokens are on the links of several levels at once (schedules/hops.py).
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ class ExpertMigrationDispatcher(Dispatcher):
         num_experts: int,
         topk: int,
         wire: Wire = SAME,
+        chunks: int = 1,
     ) -> None:
         """
         Args:
             domains: of the layer, or what chooses them at the first pass.
             wire: how tokens travel.
+            chunks: of the tokens that hop, where the domains are not chosen.
         """
-        self.groups, self.domains, self.wire = groups, domains, wire
+        self.groups, self.domains, self.wire, self.chunks = groups, domains, wire, chunks
         self.num_experts, self.topk = num_experts, topk
         self.hops: TokenHops | None = None
         """Where tokens hop; None until the domains are chosen: at the first pass, where they are measured."""
@@ -70,7 +72,7 @@ class ExpertMigrationDispatcher(Dispatcher):
         """Returns what runs, in words, for the line that is logged at start."""
         domains = self.domains
         named = describe_domains(domains) if isinstance(domains, ExpertDomains) else domains.describe()
-        what = f"{named}, a token once over every link"
+        what = f"{named}, a token once over every link" + f", in {self.chunks} chunks" * (self.chunks > 1)
         return what if self.migrated is None else f"{what}; {self.migrated.describe()}"
 
     def permute(
@@ -84,8 +86,11 @@ class ExpertMigrationDispatcher(Dispatcher):
     ) -> tuple[torch.Tensor, HoppingTokens]:
         """Puts each token's facts behind it, and lets all ranks know how many copies there will be."""
         if self.hops is None:
-            self._settle(self.domains.choose(tokens_TH.size(0), tokens_TH.device))
-        rows = self.hops.rows(tokens_TH, probs, routing_map_TE, is_padded=capacity is not None)
+            choice = self.domains.choose(tokens_TH.size(0), tokens_TH.device)
+            self.chunks = choice.chunks
+            self._settle(choice.domains)
+        shares = [1] * self.chunks
+        rows = self.hops.rows(tokens_TH, probs, routing_map_TE, shares, is_padded=capacity is not None)
         hopping = HoppingTokens.tell(self.hops, rows, routing_map_TE, self.migrated)
         return self.hops.pack(tokens_TH, probs, rows), hopping
 

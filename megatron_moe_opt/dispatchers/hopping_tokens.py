@@ -11,6 +11,7 @@ from megatron_moe_opt.dispatchers.dispatcher import Passage, counts_beyond
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.hops.hop_plan import HopPlan
+from megatron_moe_opt.runtime.hops.hops_in_chunks import HopPlans
 from megatron_moe_opt.runtime.hops.token_hops import HoppingRows, TokenHops
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows
@@ -74,11 +75,11 @@ class HoppingTokens(Passage):
             self.copies.check_alike(of_experts.reshape(shape), self.beyond and self.beyond.wait())
         return self.hops.exchanges(counts, self.rows)
 
-    @property
-    def exchange(self) -> Exchange[HopPlan]:
-        """Returns who sends what to whom, where there is one part."""
-        (exchange,) = self.exchanges
-        return exchange
+    @cached_property
+    def exchange(self) -> Exchange[HopPlan] | Exchange[HopPlans]:
+        """Returns who sends what to whom where all parts are one exchange; the first use waits as of `exchanges`."""
+        counts, _, _ = self._counted
+        return self.hops.exchange(counts, self.rows)
 
     @property
     def news(self) -> list[int]:

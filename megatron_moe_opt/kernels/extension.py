@@ -14,7 +14,7 @@ from megatron_moe_opt.errors import ExtensionError
 
 # Number of the interface between this package and csrc/bindings. Raise it with every change of a bound function;
 # CMakeLists.txt compiles it into the extension.
-ABI = 17
+ABI = 18
 
 HOW_TO_BUILD = (
     "build it with `pip install --no-build-isolation -e .` in the megatron-moe-opt checkout, for GPUs with "

@@ -75,9 +75,8 @@ def sum_packed_rows(
     differentiable.
 
     Args:
-        packed: [R, W], contiguous, in the format `wire`.
+        packed: [R, W] or, where the map's rows lie among others, more; contiguous, in the format `wire`.
         hidden: elements of a row.
-        row_map: of the same R.
         wire: format of `packed`.
         out: where to write, [T, V], contiguous; what lies behind the sums is left alone. Default: a new tensor.
         out_wire: format of the sums, which are rounded to it once.
@@ -101,7 +100,8 @@ def spread_rows(rows: torch.Tensor, row_map: RowMap, out: torch.Tensor | None = 
 
     Args:
         rows: [T, W], contiguous, of any dtype; a row's beginning is copied where `out` is narrower.
-        out: where to write, [R, V], contiguous, of an even number of bytes a row. Default: a new tensor [R, W].
+        out: where to write, [R, V] or, where the map's rows lie among others, more; contiguous, of an even number of
+            bytes a row. Default: a new tensor [R, W].
     """
     if out is None:
         out = empty((row_map.num_rows, rows.size(1)), rows.dtype, rows.device)

@@ -56,6 +56,14 @@ class RowMap:
         rows = _C.cut_rows(self.tensors, self.expert_counts, num_chunks)
         return dataclasses.replace(self, rows=rows, sources=None, num_chunks=num_chunks)
 
+    def among(self, places: torch.Tensor) -> RowMap:
+        """Returns the map of the same rows where they lie among others, which copies and sums of rows take.
+
+        Args:
+            places: of the rows, int64 [R], ascending.
+        """
+        return dataclasses.replace(self, rows=places[self.rows])
+
 
 def cut_counts(counts: torch.Tensor, num_chunks: int) -> torch.Tensor:
     """Returns the sizes of the parts of `counts` rows: part c of n rows is [n * c / num_chunks, n * (c + 1) /

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.kernels.host_pool import empty
 from megatron_moe_opt.kernels.packed_rows import spread_rows
 from megatron_moe_opt.kernels.row_map import RowMap
 from megatron_moe_opt.row_format import WireFormat
@@ -48,8 +49,13 @@ def widen_rows(wire_rows: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> 
         _C.convert_rows(wire_rows, wire.value, out.size(1), None, WireFormat.SAME.value, out)
 
 
-def gather_rows(wire_rows: torch.Tensor, wire: WireFormat, row_map: RowMap, out: torch.Tensor) -> None:
+def gather_rows(
+    wire_rows: torch.Tensor, wire: WireFormat, row_map: RowMap, out: torch.Tensor, places: torch.Tensor | None = None
+) -> None:
     """Does what `widen_rows` does, but of rows [T, W] each to all of its places in a map: out [R, H].
+
+    Args:
+        places: those of the map's rows, int64 [R], where they lie among others (RowMap.among).
 
     Raises:
         ValueError: a map that is cut.
@@ -58,5 +64,8 @@ def gather_rows(wire_rows: torch.Tensor, wire: WireFormat, row_map: RowMap, out:
         raise ValueError("gather_rows: a row map that is cut does not say which row is whose")
     if wire.dtype_of(out.dtype) == out.dtype:
         spread_rows(wire_rows, row_map, out)
-    else:
-        _C.convert_rows(wire_rows, wire.value, out.size(1), row_map.sources, WireFormat.SAME.value, out)
+        return
+    converted = out if places is None else empty((row_map.num_rows, out.size(1)), out.dtype, out.device)
+    _C.convert_rows(wire_rows, wire.value, out.size(1), row_map.sources, WireFormat.SAME.value, converted)
+    if places is not None:
+        out.index_copy_(0, places, converted)

@@ -1,7 +1,5 @@
-"""The hops of tokens between expert domains (HybridEP, section IV-A): the stages of hops.py, one schedule a direction.
-
-Experts travel beside these, in a lane of their own, and so do their gradients and the mean of all experts; [ ] where
-they travel compressed:
+"""Experts that travel inside expert domains, and their gradients (HybridEP, section IV-B), beside tokens that hop
+between these (hops.py), in a lane of their own; and the mean of all experts. [ ] where they travel compressed:
 
     gathered    [ encode -> ] all-gather for each level, outermost first
     decoded     decode, when a layer's turn comes
@@ -17,20 +15,8 @@ from collections.abc import Mapping
 from functools import cache
 from operator import itemgetter
 
-from megatron_moe_opt.schedules.hops import HopStages
 from megatron_moe_opt.schedules.pipeline import Stage, one_by_one
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline, Schedule
-
-
-@cache
-def outline(direction: str, way: HopStages) -> Outline:
-    """Returns the schedule of rows to the domains of each level, and to each expert held there ("hop out": rows ->
-    sorted), or of sums of the experts' rows back from these domains ("hop back": sorted -> rows), whatever moves.
-    """
-    is_out = direction == "hop out"
-    levels = ", ".join(map(str, way.hops if is_out else reversed(way.hops)))
-    source, stages = ("rows", way.out()) if is_out else ("sorted", way.back())
-    return one_by_one(f"expert-migration {direction}, level {levels}", source, stages)
 
 
 def gathered(sizes: Mapping[int, int], is_coded: bool = False) -> Schedule:

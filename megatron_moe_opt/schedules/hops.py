@@ -8,20 +8,24 @@ The outermost level, whose links are the slowest, is first on the way out and la
 to every domain with one of its experts: a token crosses a link once, whatever its number of experts. Where experts are
 whole there is nothing to be done over expert-TP, and over TP only where its ranks have shared out tokens that all of
 them hold (Parm's S2).
+
+In chunks, one is on the links between nodes while the one before is on those inside them: so the copies that chunks
+begin with are made for all of them before the first one's rows are sorted, which takes place in the same lane.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar
 
 from megatron_moe_opt.schedules.monta import EXPERT_TP, GATHERED
 from megatron_moe_opt.schedules.parm import TP
-from megatron_moe_opt.schedules.pipeline import Stage
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure
+from megatron_moe_opt.schedules.pipeline import Stage, chunk_by_chunk
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure, Outline
 
 
 def level_group(level: int) -> str:
@@ -141,6 +145,20 @@ class HopStages:
     def _lane(self, level: int) -> Lane:
         """Returns the lane of a level's links: the innermost of several levels is inside a node."""
         return Lane.INTRA if self.levels > 1 and level == self.levels - 1 else Lane.INTER
+
+
+@cache
+def outline(direction: str, way: HopStages, num_chunks: int = 1) -> Outline:
+    """Returns the schedule of rows to the domains of each level, and to each expert held there ("hop out": rows.j ->
+    sorted.j), or of sums of the experts' rows back from these domains ("hop back": sorted.j -> rows.j), whatever moves.
+    The backward pass of one runs the other on gradients.
+    """
+    is_out, way = direction == "hop out", replace(way, is_piped=num_chunks > 1)
+    levels = ", ".join(map(str, way.hops if is_out else reversed(way.hops)))
+    name = f"{direction}, level {levels}" + f", {num_chunks} chunks" * (num_chunks > 1)
+    if is_out:
+        return chunk_by_chunk(name, "rows", way.out(), num_chunks, ahead=1)
+    return chunk_by_chunk(name, "sorted", way.back(), num_chunks)
 
 
 _COMPUTED = attrgetter("computed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron_moe_opt.planning.predicting.expert_migration import DomainChoice
 from megatron_moe_opt.planning.predicting.layer_on_cluster import EXPERTS, LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction, Refusal
+from megatron_moe_opt.schedules.monta import CHUNK_COUNTS
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.systems.megatron_config import given_flag, quantization
@@ -101,6 +102,14 @@ class MigrationOptions(SharedOptions):
         "and nothing is held: the largest weights alone, for comparison (default: %(default)s)",
         10,
     )
+
+    @property
+    def hop_chunks(self) -> tuple[int, ...] | None:
+        """Returns the one number of chunks of tokens that hop; None: it is chosen with the domains."""
+        chunks = getattr(self, "chunks", AUTO)  # an option of monta's, and left open where it is not with these
+        if isinstance(chunks, int):
+            return (chunks,)
+        return (1,) if chunks is None and not self.chooses_domains else None
 
     @property
     def compression(self) -> dict[str, float]:
@@ -268,12 +277,12 @@ def _unread_profile(options: MigrationOptions) -> str | None:
     return None if options.chooses_domains else f"leave {PREFIX}domain-sizes at {AUTO}"
 
 
-_SETTING = re.compile(r"([1-9][0-9]*(?:x[1-9][0-9]*)*)(?::r([1-9][0-9]*(?:\.[0-9]+)?))?")
+_SETTING = re.compile(r"([1-9][0-9]*(?:x[1-9][0-9]*)*)(?::c([1-9][0-9]*))?(?::r([1-9][0-9]*(?:\.[0-9]+)?))?")
 
 
 def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
-    """Reads `expert-migration:SIZExSIZE`, domain sizes, the slowest level first; and
-    `:rRATIO` of compressed experts.
+    """Reads `expert-migration:SIZExSIZE`, domain sizes, the slowest level first; `:cCHUNKS` of tokens; and `:rRATIO` of
+    compressed experts.
     """
     if setting == AUTO:
         return chosen_by_profile(variant, profile)
@@ -281,15 +290,24 @@ def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any
     if found is None:
         raise ConfigurationError(
             f"--dispatchers {variant}: write the domain size of each level, the slowest first, such as {NAME}:2x1, and "
-            f"a compression ratio, if any, such as {NAME}:2x1:r50"
+            f"chunks or a compression ratio, if any, such as {NAME}:1x1:c2 or {NAME}:2x1:r50"
         )
-    sizes, ratio = found.groups()
-    return {"domain_sizes": tuple(map(int, sizes.split("x"))), "compression_ratio": ratio and float(ratio)}
+    sizes, chunks, ratio = found.groups()
+    return {
+        "domain_sizes": tuple(map(int, sizes.split("x"))),
+        "chunks": int(chunks or 1),
+        "compression_ratio": ratio and float(ratio),
+    }
 
 
-def _write(options: MigrationOptions, levels: int) -> str:
-    sizes, ratio = domain_word(options.domain_sizes or (1,) * levels), options.compression_ratio
-    return sizes if ratio is None else f"{sizes}:r{ratio:g}"
+def _write(options: Any, levels: int) -> str:
+    chunks = options.chunks if isinstance(options.chunks, int) else 1
+    return setting_of(options.domain_sizes or (1,) * levels, chunks, options.compression_ratio)
+
+
+def setting_of(sizes: tuple[int, ...], chunks: int, ratio: float | None = None) -> str:
+    """Returns domain sizes, chunks and a ratio in one word, as `_parse` reads it."""
+    return domain_word(sizes) + f":c{chunks}" * (chunks > 1) + ("" if ratio is None else f":r{ratio:g}")
 
 
 def without_ratio(variant: str) -> str:
@@ -304,12 +322,15 @@ def domain_word(sizes: tuple[int, ...]) -> str:
 
 def domain_kind(setting: str) -> str:
     """Returns, of domain sizes in one word, at which levels experts travel; with the ratio, if one is named."""
-    sizes, *ratio = setting.split(":")
-    return ":".join(["x".join("1" if size == "1" else "S" for size in sizes.split("x")), *ratio])
+    sizes, *others = setting.split(":")
+    travels = "x".join("1" if size == "1" else "S" for size in sizes.split("x"))
+    return ":".join([travels, *(one for one in others if not one.startswith("c"))])
 
 
 def _candidates(layer: LayerOnCluster, options: MigrationOptions) -> Iterator[Prediction | Refusal]:
-    """Yields a prediction for every realisable choice of domain sizes."""
+    """Yields a prediction for every realisable choice of domain sizes, in one chunk of tokens and, while these gain,
+    in more.
+    """
     one = layer.workload
     if one.etp > 1:
         yield Refusal(NAME, f"expert tensor parallelism {one.etp} cuts experts, which do not travel in parts")
@@ -318,13 +339,13 @@ def _candidates(layer: LayerOnCluster, options: MigrationOptions) -> Iterator[Pr
         yield Refusal(NAME, "the network levels of the expert-parallel group are not known")
         return
     migration = one.migration(layer.skew)
-    for choice, terms, timelines in _domain_choices(layer):
+    for choice, terms, timelines in _domain_choices(layer, options.hop_chunks):
         domains = choice.domains
         sent = [migration.sent(domains, level) for level in range(domains.levels)]
         outside = sent[:-1] if domains.levels > 1 else sent  # the innermost of several levels is inside nodes
         between = sum(outside) if layer.links.spans_nodes else 0.0
         yield Prediction(
-            f"{NAME}:{_write(MigrationOptions(domain_sizes=domains.sizes), domains.levels)}",
+            f"{NAME}:{setting_of(domains.sizes, choice.chunks)}",
             choice.seconds,
             exposed=sum(timeline.exposed for timeline in timelines),
             inter_bytes=between,
@@ -336,18 +357,25 @@ def _candidates(layer: LayerOnCluster, options: MigrationOptions) -> Iterator[Pr
         )
 
 
-def fastest_domains(workload: LayerWorkload, cluster: Cluster) -> DomainChoice:
+def fastest_domains(workload: LayerWorkload, cluster: Cluster, counts: tuple[int, ...] | None = None) -> DomainChoice:
     """Returns the expert domains with which a layer takes least, by the same predictions as the planner's.
+
+    Args:
+        counts: the numbers of chunks to choose from; None: all.
 
     Raises:
         ConfigurationError: the cluster lacks an expert or a group that some domains need.
     """
-    return expert_migration.least([choice for choice, *_ in _domain_choices(LayerOnCluster(workload, cluster))])
+    choices = _domain_choices(LayerOnCluster(workload, cluster), counts)
+    return expert_migration.least([choice for choice, *_ in choices])
 
 
-def _domain_choices(layer: LayerOnCluster) -> Iterator[tuple[DomainChoice, dict[str, float], list[Timeline]]]:
+def _domain_choices(
+    layer: LayerOnCluster, counts: tuple[int, ...] | None
+) -> Iterator[tuple[DomainChoice, dict[str, float], list[Timeline]]]:
     """Yields all realisable domains, what a layer takes with them, what that is made of, and what it is the sum of: the
-    schedules that run, as they are played.
+    schedules that run, as they are played. Where no numbers of chunks are given, tokens that hop at several levels are
+    cut while that gains.
     """
     one = layer.workload
     curves = measured_curves(layer.costs, one.workers)
@@ -359,20 +387,27 @@ def _domain_choices(layer: LayerOnCluster) -> Iterator[tuple[DomainChoice, dict[
         of_passes = [
             seconds - layer.skew.hidden(domains, exchange, seconds) for seconds in layer.seconds_of_experts(rows, holds)
         ]
-        passes = expert_migration.timelines(
-            migration, domains, curves, of_passes, layer.seconds_of_codec, layer.costs.overhead
-        )
         copied = layer.seconds_to_copy(layer.bytes_of_copies(holds))
         copies = Timeline.in_turn("experts copied", [(Op(Kind.COPY, Lane.COMPUTE), copied)])
-        experts = sum(of_passes)
-        terms = {
-            "tokens and experts on their way": sum(timeline.seconds for timeline in passes) - experts + edge.seconds,
-            EXPERTS: experts,
-            "rows on the rank": local.seconds,
-            "experts copied": copies.seconds,
-        }
-        timelines = [timeline for timeline in (*passes, edge, local, copies) if timeline.seconds]
-        yield DomainChoice(domains, sum(timeline.seconds for timeline in timelines)), terms, timelines
+        experts, before = sum(of_passes), inf
+        several = CHUNK_COUNTS if len(domains.hops) > 1 else (1,)
+        for chunks in (counts or several) if domains.hops else (1,):
+            passes = expert_migration.timelines(
+                migration, domains, curves, of_passes, layer.seconds_of_codec, layer.costs.overhead, chunks,
+                layer.cluster.simulate,
+            )  # fmt: skip
+            terms = {
+                "tokens and experts on their way": sum(one.seconds for one in passes) - experts + edge.seconds,
+                EXPERTS: experts,
+                "rows on the rank": local.seconds,
+                "experts copied": copies.seconds,
+            }
+            timelines = [timeline for timeline in (*passes, edge, local, copies) if timeline.seconds]
+            seconds = sum(timeline.seconds for timeline in timelines)
+            yield DomainChoice(domains, seconds, chunks), terms, timelines
+            if seconds >= before:
+                break
+            before = seconds
 
 
 def _why_fixed(options: MigrationOptions, run: RunTraits) -> str | None:
@@ -398,7 +433,7 @@ def _why_fixed(options: MigrationOptions, run: RunTraits) -> str | None:
 EXPERT_MIGRATION = System(
     name=NAME,
     options=MigrationOptions,
-    reads=("profile", "expert_order", "wire"),
+    reads=("profile", "chunks", "expert_order", "wire"),
     unread_profile=_unread_profile,
     build=_build,
     attach=_attach,

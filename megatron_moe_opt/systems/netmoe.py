@@ -14,7 +14,7 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.mpmoe import HopSeconds, no_hops
 from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions, hop_row_bytes
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
-from megatron_moe_opt.schedules import netmoe as hops
+from megatron_moe_opt.schedules.hops import HopStages, outline
 from megatron_moe_opt.schedules.monta import CHUNK_COUNTS, EP, even_chunks
 from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, ROWS
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
@@ -213,14 +213,14 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
     for count in CHUNK_COUNTS:
         parts = hop_partitions(one, layer.skew, layer.computed, [1] * count)
         at_home = [
-            hops.outline(direction, count, levels, tuple(parts[0].sent), one.etp).sized(
+            outline(direction, HopStages(levels, tuple(parts[0].sent), etp_size=one.etp), count).sized(
                 [part.bytes(row_bytes) for part in parts]
             )
             for direction, row_bytes in (
-                ("dispatch", noted),
-                ("combine", keyed),
-                ("dispatch", row.token),
-                ("combine", row.returned),
+                ("hop out", noted),
+                ("hop back", keyed),
+                ("hop out", row.token),
+                ("hop back", row.returned),
             )
         ]
         own = parts[0].own * count

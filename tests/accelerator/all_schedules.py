@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_moe_opt.schedules import expert_migration, monta, mpmoe, netmoe, parm
+from megatron_moe_opt.schedules import hops, monta, mpmoe, parm
 from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.schedules.mpmoe import Partition, PartitionRows, RowBytes
@@ -22,6 +22,7 @@ WITH_SHARED = (
 )
 """The ways beside which shared experts run, too."""
 DIRECTIONS = ("dispatch", "combine")
+HOP_DIRECTIONS = ("hop out", "hop back")
 HOPS = ((1, 1), (2, 1), (1, 2), (2, 2))
 """Levels over which tokens hop, and the size of the expert-TP group."""
 
@@ -47,9 +48,9 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
             gathered = [replace(size, tp_size=2) for size in tokens]
             ways[f"{of}, gathered over TP"] = HopStages(levels, tuple(range(levels)), True, etp_size, 2), gathered
             samples = [size.bytes(1) for size in tokens]
-            for direction in DIRECTIONS:
-                outline = netmoe.outline(direction, count, levels, tuple(range(levels)), etp_size)
-                yield f"netmoe {direction}, {count} chunk(s), {of}", outline.sized(samples)
+            for direction in HOP_DIRECTIONS:
+                outline = hops.outline(direction, HopStages(levels, tuple(range(levels)), etp_size=etp_size), count)
+                yield f"{direction}, {count} chunk(s), {of}", outline.sized(samples)
         for of, (way, parts) in ways.items():
             for strategy in mpmoe.STRATEGIES:
                 for build in (mpmoe.forward, mpmoe.backward):
@@ -66,9 +67,7 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
                 yield f"parm {direction}, {count} chunk(s), {of}", schedule
             phases = parm.combine_and_gather(2 * count, chunks, etp_size)
             yield f"parm combine and gather, {count} phase(s), {of}", phases
-    for levels in (1, 2):
-        for level in range(levels):
-            size, way = HopBytes({level: 1}, 1), HopStages(levels, (level,))
-            for direction in ("hop out", "hop back"):
-                schedule = expert_migration.outline(direction, way).sized([size])
-                yield f"expert-migration {direction} {level} of {levels}", schedule
+    for level in (0, 1):
+        size, way = HopBytes({level: 1}, 1), HopStages(2, (level,))
+        for direction in HOP_DIRECTIONS:
+            yield f"{direction} over level {level} of 2 alone", hops.outline(direction, way).sized([size])

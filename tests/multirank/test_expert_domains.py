@@ -21,11 +21,11 @@ LEVELS = (2, 2)
 MB = 10**6
 
 
-def save(file: Path, workers: tuple[int, ...] = LEVELS) -> Path:
-    """Saves a profile of EP 4 on levels of 1 MB/s and of 100 MB/s."""
+def save(file: Path, workers: tuple[int, ...] = LEVELS, seconds: tuple[float, float] = (100.0, 1.0)) -> Path:
+    """Saves a profile of EP 4 on levels that take so many seconds for 100 MB."""
     curves = {}
     for level, ranks in realisable_groups(workers):
-        line = ((1, 1e-5), (100 * MB, (100.0, 1.0)[level]))
+        line = ((1, 1e-5), (100 * MB, seconds[level]))
         curves |= {(kind, profile_name(kind, workers, level, ranks)): line for kind in KINDS}
     curves[Kind.COPY, None] = ((1, 1e-9), (MB, 1e-3))
     expert = ExpertGemm(64, 144, "fp32", ((1, 1e-9), (1000, 1e-6)))  # whose time nothing depends on
@@ -33,14 +33,19 @@ def save(file: Path, workers: tuple[int, ...] = LEVELS) -> Path:
     return file
 
 
-def chosen(profile: Path, numbers: tuple[int, ...] = (4, 2000), ratio: float | None = None) -> list[tuple[int, ...]]:
-    """Returns domain sizes of layers whose first pass has so many tokens; gradients are compressed by the ratio."""
+def chosen(
+    profile: Path, numbers: tuple[int, ...] = (4, 2000), ratio: float | None = None, chunks: int | None = None
+) -> list[tuple[tuple[int, ...], int]]:
+    """Returns domain sizes of layers whose first pass has so many tokens, and chunks of these; gradients are compressed
+    by the ratio.
+    """
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
-    sizes = []
-    megatron_moe_opt.register(Options(profile=profile, network_levels=LEVELS, gradient_compression_ratio=ratio))
+    found = []
+    options = Options(profile=profile, network_levels=LEVELS, gradient_compression_ratio=ratio, chunks=chunks)
+    megatron_moe_opt.register(options)
     try:
         with parallel(ep=4):
             for tokens in numbers:
@@ -48,14 +53,15 @@ def chosen(profile: Path, numbers: tuple[int, ...] = (4, 2000), ratio: float | N
                 # One rank alone has many: the others must choose alike.
                 hidden = torch.randn(tokens if dist.get_rank() == 3 else 2, 1, 64, requires_grad=True)
                 layer(hidden)[0].sum().backward()
-                sizes.append(layer.token_dispatcher.dispatcher.hops.groups.domains.sizes)
+                dispatcher = layer.token_dispatcher.dispatcher
+                found.append((dispatcher.hops.groups.domains.sizes, dispatcher.chunks))
                 assert all(parameter.grad is not None for parameter in layer.parameters())
     finally:
         megatron_moe_opt.register()
-    return sizes
+    return found
 
 
-def chosen_and_said(**options) -> tuple[list[tuple[int, ...]], str]:
+def chosen_and_said(**options) -> tuple[list[tuple[tuple[int, ...], int]], str]:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         return chosen(**options), said.getvalue()
 
@@ -63,16 +69,23 @@ def chosen_and_said(**options) -> tuple[list[tuple[int, ...]], str]:
 def test_domains_are_chosen_by_tokens_and_experts(ranks, tmp_path):
     """2 experts of 74 KB a rank against 272 bytes a token: between the slow level's two workers experts travel."""
     for few, many in ranks.run(chosen, profile=save(tmp_path / "cluster.json")):
-        assert few == (1, 1)
-        assert many[0] == 2
+        assert few[0] == (1, 1)
+        assert many[0][0] == 2
 
 
 def test_compressed_gradients_make_experts_travel(ranks, tmp_path):
     profile = save(tmp_path / "cluster.json")
     for ratio, sizes in ((None, (1, 1)), (8.0, (2, 1))):
         answers = ranks.run(chosen_and_said, profile=profile, numbers=(200,), ratio=ratio)
-        assert all(found == [sizes] for found, _ in answers)
+        assert all([domains for domains, _ in found] == [sizes] for found, _ in answers)
         assert ("has not measured the codec, which is counted as copies" in answers[0][1]) == (ratio is not None)
+
+
+def test_tokens_that_hop_over_links_alike_are_cut_unless_the_number_of_chunks_is_given(ranks, tmp_path):
+    profile = save(tmp_path / "cluster.json", seconds=(1.0, 1.0))
+    for chunks in (None, 3):
+        for ((sizes, number),) in ranks.run(chosen, profile=profile, numbers=(16,), chunks=chunks):
+            assert sizes == (1, 1) and (number > 1 if chunks is None else number == chunks)
 
 
 def test_a_profile_without_the_groups_of_domains_is_refused(ranks, tmp_path):
@@ -134,6 +147,8 @@ def groups_refused() -> None:
             layers(1, (2,), levels=(2, 2))
         with pytest.raises(ConfigurationError, match="--moe-opt-domain-sizes 3 does not fit levels of 4 workers"):
             layers(1, (3,), levels=(4,))
+        with pytest.raises(ConfigurationError, match="--moe-opt-chunks 2 cuts tokens that hop, and none does in .*2,2"):
+            layers(1, (2, 2), levels=(2, 2), chunks=2)
 
 
 def test_levels_and_sizes_that_do_not_fit_are_refused(ranks):

@@ -28,17 +28,17 @@ ONE_LEVEL, TWO_LEVELS = (4,), (2, 2)
 
 
 def worst_errors(cases: list[dict[str, Any]]) -> dict[str, float]:
-    """The worst error of each case and choice of domain sizes, by its name; cases as `every_size` makes them."""
+    """The worst error of each case, domain sizes and chunks, by its name; cases as `every_size` makes them."""
     from tests.ranks.megatron import parallel
 
     worst = {}
     for case in cases:
         with parallel(**case["layout"]):
             beside = BesideStock(**case["arguments"])
-            for sizes in case["sizes"]:
-                options = Options(network_levels=case["levels"], domain_sizes=sizes)
+            for sizes, chunks in case["sizes"]:
+                options = Options(network_levels=case["levels"], domain_sizes=sizes, chunks=chunks)
                 errors = beside.errors(beside.run(beside.ours("expert-migration", options)))
-                worst[str(case | {"sizes": sizes})] = max(errors.values())
+                worst[str(case | {"sizes": (sizes, chunks)})] = max(errors.values())
     return worst
 
 
@@ -47,11 +47,16 @@ def check(pool: RankPool, cases: list[dict[str, Any]], bound: float = 1e-6) -> N
         assert all(error < bound for error in result.values()), {k: v for k, v in result.items() if v >= bound}
 
 
-def every_size(levels: tuple[int, ...], layout: dict[str, int] | None = None, **arguments: Any) -> dict[str, Any]:
-    """A case with every choice of domain sizes: EP 4 where it has no other layout, and arguments of BesideStock."""
+def every_size(
+    levels: tuple[int, ...], layout: dict[str, int] | None = None, chunks: int | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """A case with every choice of domain sizes, and with so many chunks wherever tokens hop: EP 4 where it has no other
+    layout, and arguments of BesideStock.
+    """
     from megatron_moe_opt.topology.domains import realisable
 
-    sizes = [domains.sizes for domains in realisable(levels)]
+    sizes = [(domains.sizes, number) for domains in realisable(levels) for number in (None, chunks)[: 1 + bool(chunks)]
+             if number is None or domains.hops]  # fmt: skip
     layout = {"ep": 4} if layout is None else layout
     return {"levels": levels, "sizes": sizes, "layout": layout, "arguments": {"settings": {}} | arguments}
 
@@ -59,9 +64,9 @@ def every_size(levels: tuple[int, ...], layout: dict[str, int] | None = None, **
 @pytest.mark.parametrize("levels", [ONE_LEVEL, TWO_LEVELS])
 def test_every_domain_size_equals_stock(ranks, levels):
     cases = [
-        *(every_size(levels, settings={"moe_router_topk": topk}) for topk in (1, 2, 4)),
-        every_size(levels, routing="hot"),  # the other ranks get no token
-        every_size(levels, routing="skewed", steps=2),
+        *(every_size(levels, settings={"moe_router_topk": topk}, chunks=topk) for topk in (1, 2, 4)),
+        every_size(levels, routing="hot", chunks=200),  # the other ranks get no token, and most chunks have none
+        every_size(levels, routing="skewed", steps=2, chunks=3),
     ]
     check(ranks, cases)
 
@@ -70,7 +75,26 @@ def test_every_domain_size_equals_stock(ranks, levels):
     "settings", [DROP, PAD, SHARED, RECOMPUTE, SHARED | {"moe_shared_expert_overlap": True}], ids=str
 )
 def test_features_equal_stock(ranks, settings):
-    check(ranks, [every_size(TWO_LEVELS, settings=settings)])
+    check(ranks, [every_size(TWO_LEVELS, settings=settings, chunks=3)])
+
+
+def changed_by_chunks() -> list[str]:
+    """The results of a layer that are not the same bits with tokens in chunks."""
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        beside = BesideStock({"moe_router_topk": 4})
+        whole, cut = (
+            beside.run(beside.ours("expert-migration", Options(network_levels=TWO_LEVELS, chunks=chunks)))
+            for chunks in (1, 3)
+        )
+        return [name for name in whole if not torch.equal(whole[name], cut[name])]
+
+
+def test_chunks_change_gradients_of_weights_alone(ranks):
+    """Which are sums over rows, and these are in another order."""
+    for names in ranks.run(changed_by_chunks):
+        assert all("experts" in name for name in names), names
 
 
 def test_layouts_equal_stock(ranks):
@@ -81,7 +105,7 @@ def test_layouts_equal_stock(ranks):
             every_size((2,), {"ep": 2}),  # two expert-parallel groups
             every_size((2,), {"cp": 2, "ep": 2}),
             every_size((1,), {}),
-            every_size((2,), {"tp": 2, "ep": 2, "etp": 2}) | {"sizes": [(1,)]},  # experts are cut
+            every_size((2,), {"tp": 2, "ep": 2, "etp": 2}) | {"sizes": [((1,), 1), ((1,), 3)]},  # experts are cut
         ],
     )
 

@@ -80,7 +80,10 @@ _stocks: dict[str, list[Any]] = {}
 
 def test_experts_travel_as_they_do_without_overlap(ranks):
     """Against stock, gradients are summed in another order, in half precision."""
-    migrating = {"dispatcher": "expert-migration", "options": Options(network_levels=(2, 2), domain_sizes=(2, 1))}
+    migrating = {
+        "dispatcher": "expert-migration",
+        "options": Options(network_levels=(2, 2), domain_sizes=(2, 1), chunks=2),
+    }
     ours = ranks.run(train, sizes=FOUR, **migrating)
     assert_same(ours, ranks.run(train, sizes=FOUR, overlaps=False, **migrating))
     for (losses, _), (stocks, _) in zip(ours, ranks.run(train, dispatcher="alltoall", sizes=FOUR), strict=True):

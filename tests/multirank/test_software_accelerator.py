@@ -180,6 +180,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "mpmoe hops, all experts travel": ("mpmoe", {"ep": 4}, {}, Options(partitions=2, way="hops", **ALL)),
     "mpmoe S2, recomputed": ("mpmoe", {"ep": 4}, RECOMPUTE, Options(partitions=2, memory_reuse="S2")),
     "hops, padded": ("expert-migration", {"ep": 4}, PAD, Options(**HOPS)),
+    "hops in chunks": ("expert-migration", {"ep": 4}, {}, Options(**HOPS, chunks=3)),
+    "hops in chunks, one queue, recomputed": (
+        "expert-migration", TP, RECOMPUTE, Options(network_levels=(2,), chunks=2), True
+    ),
     "expert-migration": ("expert-migration", {"ep": 4}, {}, Options(**ONE)),
     "expert-migration, one queue": ("expert-migration", {"ep": 4}, {}, Options(**ALL), True),
     "expert-migration, recomputed": ("expert-migration", {"ep": 4}, RECOMPUTE, Options(**ALL)),
@@ -377,7 +381,8 @@ def overlapped_on_accelerator(
 
 def test_what_is_exchanged_runs_beside_another_micro_batch(ranks, library):
     """All but that of the first forward pass and the last backward pass, where an exchange takes as long as what is
-    beside it; hops as one exchange, and stock's own no more.
+    beside it; hops as one exchange, stock's own no more, and chunks of hops, which are at both levels at once, hide
+    even of that.
     """
 
     def run(dispatcher: str, options: Options | None, exchange: float) -> dict[str, float]:
@@ -389,6 +394,8 @@ def test_what_is_exchanged_runs_beside_another_micro_batch(ranks, library):
 
     whole, hops = run("monta", Options(monta_level="O1"), 4.0), run("expert-migration", Options(**HOPS), 2.0)
     assert hops == whole and hidden(whole) == pytest.approx(2 / 3)
+    chunks = run("expert-migration", Options(**HOPS, chunks=2), 1.0)
+    assert chunks["exchanges"] == hops["exchanges"] and hidden(chunks) > hidden(hops)
     assert hidden(run("alltoall", None, 4.0)) < 0.6  # probabilities travel by themselves, and weigh as much here
 
 

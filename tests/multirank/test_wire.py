@@ -131,7 +131,7 @@ NEARLY = [
     ("parm", {"wire": "fp8"}, {"ep": 2, "etp": 2}, {}),
     ("mpmoe", {"wire": "fp8", "partitions": 2, "memory_reuse": "S2"}, {"ep": 2, "etp": 2}, {}),
     ("mpmoe", {"wire": "fp8", "partitions": 2, "memory_reuse": "S4", "way": "joint"}, {"ep": 2, "etp": 2}, {}),
-    ("expert-migration", {"wire": "fp8", "network_levels": (2, 2)}, {"ep": 4}, {}),
+    ("expert-migration", {"wire": "fp8", "network_levels": (2, 2), "chunks": 3}, {"ep": 4}, {}),
     ("expert-migration", {"wire": "mxfp8"}, {"ep": 4}, PAD),
     ("expert-migration", {"wire": "bf16", "network_levels": (2, 2), "domain_sizes": (2, 1)}, {"ep": 4}, RECOMPUTE),
     ("expert-migration", {"wire": "fp8", "network_levels": (2,)}, {"ep": 2, "etp": 2}, {}),

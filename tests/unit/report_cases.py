@@ -17,8 +17,8 @@ from megatron_moe_opt.planning.predicting.layer_passes import training_passes
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.runtime.observed.traffic_rows import INTER_NODE, INTRA_NODE, TrafficRow
 from megatron_moe_opt.schedules import mpmoe
-from megatron_moe_opt.schedules.expert_migration import gathered, outline
-from megatron_moe_opt.schedules.hops import HopBytes, HopStages
+from megatron_moe_opt.schedules.expert_migration import gathered
+from megatron_moe_opt.schedules.hops import HopBytes, HopStages, outline
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Kind

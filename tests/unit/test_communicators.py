@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from megatron_moe_opt.schedules import monta, mpmoe, netmoe, parm
-from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages, level_group
+from megatron_moe_opt.schedules import monta, mpmoe, parm
+from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages, level_group, outline
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Op, Schedule
@@ -45,9 +45,9 @@ def layer_passes(rank: int, count: int) -> list[list[Schedule]]:
     partitions = [PartitionRows(chooser.randrange(9), chooser.randrange(9)) for _ in range(count)]
     tokens = [HopRows(9, {0: chooser.randrange(9), 1: chooser.randrange(9)}, 9) for _ in range(count)]
     samples = [HopBytes({0: chooser.randrange(9), 1: chooser.randrange(9)}, 9) for _ in range(count)]
-    row, ways = RowBytes(2, 1, 3), ("dispatch", "combine")
+    row, ways, hops = RowBytes(2, 1, 3), ("dispatch", "combine"), ("hop out", "hop back")
     return [
-        *([netmoe.outline(way, count, 2, (0, 1), size).sized(samples) for way in ways] * 2 for size in (1, 2)),
+        *([outline(way, HopStages(2, (0, 1), etp_size=n), count).sized(samples) for way in hops] * 2 for n in (1, 2)),
         *([monta.outline(way, level, count, 2, 2).sized(chunks) for way in ways] * 2 for level in ("O2", "O3")),
         [parm.outline(way, count, 2).sized(chunks) for way in ways] * 2,
         [parm.outline("dispatch", count, 2).sized(chunks), parm.combine_and_gather(9, chunks, 2)] * 2,

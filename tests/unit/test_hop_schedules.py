@@ -8,9 +8,8 @@ import pytest
 
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.simulator import simulate
-from megatron_moe_opt.schedules import netmoe
-from megatron_moe_opt.schedules.expert_migration import RENEWED, gathered, outline, returned
-from megatron_moe_opt.schedules.hops import HopBytes, HopStages, level_group
+from megatron_moe_opt.schedules.expert_migration import RENEWED, gathered, returned
+from megatron_moe_opt.schedules.hops import HopBytes, HopStages, level_group, outline
 from megatron_moe_opt.schedules.monta import EXPERT_TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from tests.schedule_checks import validate, validate_ranks
@@ -42,14 +41,24 @@ def test_a_hop_begins_when_the_one_before_has_ended(direction, order):
     assert simulate(schedule, lambda op: 1.0).seconds == 5.0
 
 
+@pytest.mark.parametrize("direction", ["hop out", "hop back"])
+def test_chunks_are_on_the_links_of_both_levels_at_once(direction):
+    chunks = [HopBytes({0: 250, 1: 250}, 250)] * 4
+    schedule = outline(direction, HopStages(2, (0, 1)), 4).sized(chunks)
+    validate(schedule)
+    seconds = {"tokens.0": 3.0, "tokens.1": 2.0, None: 0.0}
+    assert simulate(schedule, lambda op: seconds[op.group]).seconds == 4 * 3.0 + 2.0  # and not 4 * (3 + 2)
+
+
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize(
     ("direction", "kinds"),
-    [("dispatch", {Kind.ALL_GATHER}), ("combine", {Kind.REDUCE_SCATTER, Kind.SUM})],
+    [("hop out", {Kind.ALL_GATHER}), ("hop back", {Kind.REDUCE_SCATTER, Kind.SUM})],
 )
-def test_chunks_of_samples_meet_over_expert_tp_inside_nodes(direction, kinds, levels):
+def test_chunks_meet_over_expert_tp_inside_nodes(direction, kinds, levels):
     chunks = [HopBytes(dict.fromkeys(range(levels), rows), 2 * rows, rows) for rows in (1000, 0, 10)]
-    whole, cut = (netmoe.outline(direction, 3, levels, tuple(range(levels)), etp_size) for etp_size in (1, 2))
+    ways = (HopStages(levels, tuple(range(levels)), etp_size=etp_size) for etp_size in (1, 2))
+    whole, cut = (outline(direction, way, 3) for way in ways)
     schedule = cut.sized(chunks)
     validate(schedule)
     groups = {level_group(level): [(0, 1)] for level in range(levels)} | {EXPERT_TP: [(0, 1)]}

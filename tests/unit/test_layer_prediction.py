@@ -72,6 +72,8 @@ SETTINGS = LayerSettings(
         ("expert-migration", "expert-migration:1x1"),
         ("expert-migration:2x1", "expert-migration:2x1"),
         ("expert-migration:2x1:r50", "expert-migration:2x1:r50"),
+        ("expert-migration:1x1:c1", "expert-migration:1x1"),
+        ("expert-migration:1x2:c4:r50:bf16", "expert-migration:1x2:c4:r50:bf16"),
         ("deepspeed", "deepspeed"),
     ],
 )
@@ -103,8 +105,10 @@ def test_a_variant_that_names_a_ratio_is_predicted_for_it():
     made = predict_layer(settings, 16, RoutingBalance((96,) * 16, (96,) * 16), (0,) * 8 + (1,) * 8, known)
     whole, compressed = (made.seconds[name] for name in names[:2])
     assert compressed < whole and names[2] in made.missing  # formats are predicted where they are asked for
-    for setting in ("2x1:50", "2x1:r0.5", "r50"):
-        with pytest.raises(ConfigurationError, match="a compression ratio, if any, such as expert-migration:2x1:r50"):
+    for setting in ("2x1:50", "2x1:r0.5", "r50", "2x1:c0", "2x1:r50:c2"):
+        with pytest.raises(
+            ConfigurationError, match="if any, such as expert-migration:1x1:c2 or expert-migration:2x1:r50"
+        ):
             whole_variant(f"expert-migration:{setting}", levels=2)
 
 

@@ -26,7 +26,7 @@ from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.schedules.schedule import Lane
 from megatron_moe_opt.systems import SYSTEMS, system_of
 from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION
-from megatron_moe_opt.systems.expert_migration import fastest_domains
+from megatron_moe_opt.systems.expert_migration import fastest_domains, setting_of
 from megatron_moe_opt.systems.monta import MONTA
 from megatron_moe_opt.systems.mpmoe import MPMOE
 from megatron_moe_opt.systems.parm import PARM
@@ -128,7 +128,7 @@ def test_one_variant_has_one_predicted_time(layout):
             assert {one.variant: one.seconds for one in choice.among} == {one.variant: one.seconds for one in own}
     if any(one.family == MIGRATION for one in planned.values()):
         choice = fastest_domains(layer, measured)
-        assert choice.seconds == planned[f"{MIGRATION}:{'x'.join(map(str, choice.domains.sizes))}"].seconds
+        assert choice.seconds == planned[f"{MIGRATION}:{setting_of(choice.domains.sizes, choice.chunks)}"].seconds
 
 
 def test_a_choice_for_rows_is_that_for_the_tokens_that_make_them():

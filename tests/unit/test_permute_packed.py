@@ -71,14 +71,31 @@ def test_refusals(call, message):
         call(kernels.build_row_map(torch.ones(4, 2)))
 
 
+@settings(max_examples=40)
+@given(workloads(dtypes=(torch.float32,)))
+def test_rows_among_others_are_copied_and_summed_as_alone(case):
+    tokens, _, routing_map, capacity = case
+    row_map = kernels.build_row_map(routing_map, capacity)
+    places = torch.arange(row_map.num_rows) * 2 + 1
+    spread = kernels.spread_rows(tokens, row_map)
+    among = torch.full((2 * row_map.num_rows + 1, tokens.size(1)), torch.nan)
+    kernels.spread_rows(tokens, row_map.among(places), among)
+    assert torch.equal(among[places], spread) and among[::2].isnan().all()
+    alone = kernels.sum_packed_rows(spread, tokens.size(1), row_map)
+    assert torch.equal(kernels.sum_packed_rows(among, tokens.size(1), row_map.among(places)), alone)
+    if row_map.num_rows:
+        with pytest.raises(ValueError, match="row map: a row is outside"):
+            kernels.spread_rows(tokens, row_map.among(places), among[:-2])
+
+
 def test_rows_are_spread_to_where_they_are_asked_to_or_refused():
     row_map = kernels.build_row_map(torch.tensor([[1, 1], [0, 1], [0, 0]]))
     rows, out = torch.arange(12).view(3, 4), torch.zeros(3, 2, dtype=torch.int64)
     assert kernels.spread_rows(rows, row_map, out) is out
     assert torch.equal(out, rows[row_map.sources, :2])
     for rows_of, target, said in (
-        (rows[:2], out, "2 rows and an out of 3, but the row map has 3 tokens and 3 rows"),
-        (rows, out[:2], "3 rows and an out of 2"),
+        (rows[:2], out, "2 rows, but the row map has 3 tokens"),
+        (rows, out[:2], "row map: 3 rows, but there are 2"),
         (rows, out.int(), "and dtype Int cannot hold the beginnings of rows"),
         (rows, torch.zeros(3, 5, dtype=torch.int64), "cannot hold the beginnings of rows"),
         (rows.byte()[:, :3].contiguous(), torch.zeros(3, 2).byte(), "must begin at even addresses"),

@@ -24,7 +24,7 @@ from megatron_moe_opt.row_format import Wire
 from megatron_moe_opt.schedules.mpmoe import token_shares
 from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane
-from megatron_moe_opt.systems.expert_migration import EXPERT_MIGRATION, fastest_domains
+from megatron_moe_opt.systems.expert_migration import EXPERT_MIGRATION, fastest_domains, setting_of
 from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION
 from megatron_moe_opt.systems.mpmoe import MPMOE
 from megatron_moe_opt.topology.layouts import Layout
@@ -243,7 +243,7 @@ def test_expert_migration_alone_chooses_domains_by_the_same_predictions(tokens, 
     found = [one for one in candidates(layer, measured)[0] if one.family == MIGRATION]
     choice = fastest_domains(layer, measured)
     assert choice.seconds == pytest.approx(found[0].seconds)
-    assert f"{MIGRATION}:{'x'.join(map(str, choice.domains.sizes))}" in {
+    assert f"{MIGRATION}:{setting_of(choice.domains.sizes, choice.chunks)}" in {
         one.variant for one in found if one.seconds <= found[0].seconds * (1 + 1e-9)
     }
 

@@ -57,8 +57,8 @@ def test_experts_that_travel_have_a_lane_beside_the_schedules():
     page = Page(render_page(made_report(recorded={"expert-migration": migration_step()})))
     (summary,) = {text for text in page.texts if text.startswith("expert-migration. Rank 2: ")}
     assert summary == (
-        "expert-migration. Rank 2: 8.0 ms in 1. expert-migration hop out, level 0; "
-        "2. expert-migration hop back, level 0. Busy ms: "
+        "expert-migration. Rank 2: 8.0 ms in 1. hop out, level 0; "
+        "2. hop back, level 0. Busy ms: "
         "inter 4.0, compute 4.0, experts 3.0. Overlap 0%."
     )
     titles = [text for text in page.texts if text.startswith("all_gather of chunk 0: ")]

@@ -75,6 +75,10 @@ def results_on(
     sources = torch.arange(len(rows) // 2).flip(0).to(place) * 2
     made["gathered"] = torch.zeros(len(sources), hidden, dtype=rows.dtype).to(place)
     kernels.gather_rows(made["narrow"], wire, row_map_from_sources(sources, len(rows)), made["gathered"])
+    places = torch.arange(len(sources)).to(place) * 3
+    made["gathered among others"] = torch.zeros(3 * len(sources), hidden, dtype=rows.dtype).to(place)
+    to_places = row_map_from_sources(sources, len(rows)).among(places)
+    kernels.gather_rows(made["narrow"], wire, to_places, made["gathered among others"], places)
     third = len(rows) // 3
     chunks = ChunkList.from_counts([third, 0, third, len(rows) - 2 * third], [3, 0, 2, 1], place)
     made["reordered"], made["returned"] = torch.zeros_like(tokens), wire_rows(tokens, wire, fill=3)

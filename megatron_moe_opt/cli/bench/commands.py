@@ -16,9 +16,9 @@ def bench(
         typer.Option(
             help="Dispatchers to compare, separated by commas; alltoall always runs (with --replicated: deepspeed). "
             "monta:O3x8 is level O3 with 8 chunks, parm:S2 schedule S2, mpmoe:4:S3 4 partitions that share memory by "
-            "strategy S3, expert-migration:2x1 experts that travel in domains 2x1, mpmoe:4:hops:2x1 4 partitions whose "
-            "tokens hop, with experts travelling in domains 2x1, flex:hybridep Megatron's flex over that package; "
-            "auto, monta:auto and the like choose by --profile."
+            "strategy S3, expert-migration:2x1 experts that travel in domains 2x1, expert-migration:1x1:c4 tokens that "
+            "hop in 4 chunks, mpmoe:4:hops:2x1 4 partitions whose tokens hop, with experts travelling in domains 2x1, "
+            "flex:hybridep Megatron's flex over that package; auto, monta:auto and the like choose by --profile."
         ),
     ] = "monta,deepspeed",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,

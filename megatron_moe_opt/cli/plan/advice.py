@@ -115,7 +115,8 @@ def _reason(chosen: Prediction, stock: Prediction) -> str:
     reasons = [f"{does} {_ms(now)} in place of {_ms(before)} ms a layer" for does, before, now in telling or parts]
     if of_stock and sent <= SENDS_LESS * of_stock:
         reasons.append(f"sends {sent / 1e6:.0f} in place of {of_stock / 1e6:.0f} MB {where}")
-    return f"it {' and '.join(reasons)}"
+    *others, last = reasons
+    return f"it {', '.join(others)} and {last}" if others else f"it {last}"
 
 
 def _ms(seconds: float) -> str:

@@ -41,9 +41,8 @@ from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
 from megatron_moe_opt.runtime.travelling_experts.step_passes import TrainedModel
 from megatron_moe_opt.systems.expert_migration import domains_of
-from megatron_moe_opt.systems.system import PREFIX
+from megatron_moe_opt.systems.system import PREFIX, shown
 from megatron_moe_opt.topology.domain_groups import DomainGroups, experts_cross_nodes, levels_of
-from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -61,10 +60,17 @@ def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> Expe
             compression=options.compression_ratio or 1.0,
             gradient_compression=options.gradient_compression_ratio or 1.0,
         )
-        domains: ExpertDomains | MeasuredDomains = MeasuredDomains(options.profile, groups, workload)
-    else:
-        domains = domains_of(options, workers)
-    return ExpertMigrationDispatcher(groups, domains, config.num_moe_experts, config.moe_router_topk, options.wire)
+        chosen = MeasuredDomains(options.profile, groups, workload, options.hop_chunks)
+        return ExpertMigrationDispatcher(groups, chosen, config.num_moe_experts, config.moe_router_topk, options.wire)
+    domains, (chunks,) = domains_of(options, workers), options.hop_chunks
+    if chunks > 1 and not domains.hops:
+        raise ConfigurationError(
+            f"{PREFIX}chunks {chunks} cuts tokens that hop, and none does in {PREFIX}domain-sizes "
+            f"{shown(domains.sizes)}: drop it, or take smaller domains"
+        )
+    return ExpertMigrationDispatcher(
+        groups, domains, config.num_moe_experts, config.moe_router_topk, options.wire, chunks
+    )
 
 
 def migrate_experts(layer: Any, options: Options) -> None:

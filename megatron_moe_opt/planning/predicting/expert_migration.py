@@ -3,8 +3,8 @@ IV).
 
 A domain size must divide its level, so that few proportions exist, p = (G - S) / (G - 1). Each choice of sizes takes
 what the schedules take that run with it, with one collective a level, one level after the other (the paper's closed
-form: tools/stream_levels.py). At level l, of SF_l workers in N_l = SF_l / S_l domains, a group
-moves (bytes as Op.size counts them: own ones too)
+form: tools/stream_levels.py), or with tokens in chunks, which are at several levels at once. At level l, of SF_l
+workers in N_l = SF_l / S_l domains, a group moves (bytes as Op.size counts them: own ones too)
 
     exchange     tokens * row * copies_l          copies_l: of a token, see below
     migration    P_E * S_0 * ... * S_l            experts gathered so far, from the outermost level inwards
@@ -32,7 +32,7 @@ from megatron_moe_opt.planning.choosing.equal_times import TIE
 from megatron_moe_opt.planning.costs.domain_curves import Curves, curve_of
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import expert_migration as schedules
-from megatron_moe_opt.schedules.hops import HopBytes, HopStages, level_of
+from megatron_moe_opt.schedules.hops import HopBytes, HopStages, level_of, outline
 from megatron_moe_opt.schedules.schedule import CODEC, OF_EXPERTS, Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline, numbered, one_after_another
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
@@ -141,10 +141,11 @@ class MigrationLayer:
 
 @dataclass(frozen=True)
 class DomainChoice:
-    """Domain sizes, and what all passes of a layer take with them."""
+    """Domain sizes and chunks of tokens, and what all passes of a layer take with them."""
 
     domains: ExpertDomains
     seconds: float
+    chunks: int = 1
 
     @property
     def holds(self) -> int:
@@ -168,9 +169,11 @@ def all_domains(layer: MigrationLayer, workers: tuple[int, ...]) -> tuple[Expert
 
 
 def least(choices: Sequence[DomainChoice]) -> DomainChoice:
-    """Returns the fastest; of equal ones that which holds fewest experts, then the first. The same on every rank."""
+    """Returns the fastest; of equal ones that which holds fewest experts, then that of fewest chunks, then the first.
+    The same on every rank.
+    """
     fastest = min(one.seconds for one in choices)
-    return min((one for one in choices if one.seconds <= fastest * TIE), key=lambda one: one.holds)
+    return min((one for one in choices if one.seconds <= fastest * TIE), key=lambda one: (one.holds, one.chunks))
 
 
 def exchange_seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> float:
@@ -199,11 +202,11 @@ def codec_seconds(layer: MigrationLayer, domains: ExpertDomains, op: Op, codec: 
     return codec(op.kind, layer.coded[collective] * part * op.size)
 
 
-def hops(layer: MigrationLayer, domains: ExpertDomains) -> tuple[Schedule, Schedule]:
-    """Returns the schedules in which the tokens of a pass hop to their experts, and back."""
-    hopping = HopBytes({level: int(layer.exchanged(domains, level)) for level in domains.hops})
+def hops(layer: MigrationLayer, domains: ExpertDomains, chunks: int = 1) -> tuple[Schedule, Schedule]:
+    """Returns the schedules in which the tokens of a pass hop to their experts, and back, in so many equal chunks."""
+    hopping = HopBytes({level: int(layer.exchanged(domains, level) / chunks) for level in domains.hops})
     way = HopStages(domains.levels, domains.hops)
-    out, back = (schedules.outline(word, way).sized([hopping]) for word in ("hop out", "hop back"))
+    out, back = (outline(word, way, chunks).sized([hopping] * chunks) for word in ("hop out", "hop back"))
     return out, back
 
 
@@ -214,6 +217,8 @@ def timelines(
     expert_seconds: Sequence[float],
     codec: SecondsOfCodec,
     overhead: float = 0.0,
+    chunks: int = 1,
+    play: Callable[[Schedule, Callable[[Op], float]], Timeline] = simulate,
 ) -> list[Timeline]:
     """Returns each pass of the layer alone as the schedules that run it, one after another.
 
@@ -221,18 +226,20 @@ def timelines(
         expert_seconds: of the experts in each pass, as much as does not hide.
         codec: what encoding and decoding takes.
         overhead: seconds that tokens' copies, and collectives, take besides.
+        chunks: of the tokens that hop.
+        play: plays a schedule, given what its ops take alone.
 
     Raises:
         ConfigurationError: a curve is missing.
     """
     found = []
-    out, back = hops(layer, domains)
+    out, back = hops(layer, domains, chunks)
     for one, seconds in zip(layer.passes, expert_seconds, strict=True):
         forward = one.collective is Kind.ALL_GATHER
         before, after = _of_experts(layer, domains, one)
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
         cost = _seconds_of_ops(layer, domains, curves, seconds, codec, overhead)
-        parts = [simulate(schedule, cost) for schedule in (*before, out, experts, back, *after) if schedule.ops]
+        parts = [play(schedule, cost) for schedule in (*before, out, experts, back, *after) if schedule.ops]
         found.append(one_after_another("forward" if forward else "backward", numbered(parts)))
     return found
 
@@ -277,7 +284,6 @@ def _seconds_of_ops(
             return experts if op.kind in OF_EXPERTS else codec_seconds(layer, domains, op, codec)
         is_tokens, level = op.kind is Kind.ALL_TO_ALL, level_of(op.group)
         ranks = domains.domains(level) if is_tokens else domains.sizes[level]
-        size = layer.exchanged(domains, level) if is_tokens else op.size
-        return overhead + curve_of(curves, op.kind, level, ranks).seconds(size)
+        return overhead + curve_of(curves, op.kind, level, ranks).seconds(op.size)
 
     return cost

@@ -20,8 +20,7 @@ from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.hops.hop_plan import DomainTables, HopPlan
 from megatron_moe_opt.runtime.hops.row_facts import FactLayout, RowFacts
 from megatron_moe_opt.runtime.rows.row_layout import AtExperts
-from megatron_moe_opt.schedules.expert_migration import outline
-from megatron_moe_opt.schedules.hops import HopRows, HopStages, level_of
+from megatron_moe_opt.schedules.hops import HopRows, HopStages, level_of, outline
 from megatron_moe_opt.schedules.monta import EXPERT_TP
 from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.pipeline import base_name
@@ -79,9 +78,9 @@ class Hops:
     """HybridEP's way: level by level, a row is copied to every domain that has one of its experts. On the way back the
     results of its copies are summed at each level.
 
-    Its rows are tokens with their facts, in one chunk. One object serves all exchanges of the same tokens: the first
-    way out finds which copies each row has, and the others use them. Rows of the buffers, at level L
-    (schedules/hops.py):
+    Its rows are tokens with their facts, in one chunk, beside others or not (hops_in_chunks.py). One object serves all
+    exchanges of the same tokens: the first way out finds which copies each row has, and the others use them. Rows of
+    the buffers, at level L (schedules/hops.py):
 
         rows                 this rank's tokens
         copies_L, returned_L a row for each domain of the level that it goes to, there and back
@@ -103,31 +102,34 @@ class Hops:
     """The expert-TP group, of one rank where experts are whole; None: there is none."""
     tp: ProcessGroup | None = None
     """The group whose ranks have shared out these tokens, and get back all of them; None: they are this rank's own."""
+    first: torch.Tensor | None = None
+    """Where its rows of each expert held here begin among those of all chunks, int64; None: there is one chunk."""
     copies: dict[int, RowMap] = field(default_factory=dict)
     """The copies of each row in the hop at each level: by destination."""
     held: RowMap | None = None
-    """The rows of each expert held here, of each row that arrived."""
+    """The rows of each expert held here, of each row that arrived; numbered among those of all chunks."""
+    places: torch.Tensor | None = None
+    """The place of each of these rows among those of all chunks, int64; None: there is one chunk."""
     pairs: torch.Tensor | None = None
     """The pair that each row of the experts held here is, int64: row that arrived * K + place among its facts."""
+    notes: torch.Tensor | None = None
+    """The note of each row that arrived, int64; None: they have none."""
 
     lies_in: ClassVar[Mapping[str, str]] = HopStages.lies_in
 
     @property
     def stages(self) -> HopStages:
         """Returns the stages of one partition in a pipeline with the experts."""
-        return self._stages(is_piped=True)
-
-    def _stages(self, is_piped: bool = False) -> HopStages:
         domains, (etp_size, tp_size) = self.groups.domains, map(_size, (self.etp, self.tp))
-        return HopStages(domains.levels, domains.hops, is_piped, etp_size, tp_size)
+        return HopStages(domains.levels, domains.hops, True, etp_size, tp_size)
 
     def dispatch(self, plan: HopPlan, row_bytes: int) -> MovingSchedule:
-        """Returns the schedule of rows to their experts, chunk by chunk."""
-        return outline("hop out", self._stages()).moving(lambda: [self.rows_of(plan).bytes(row_bytes)])
+        """Returns the schedule of rows to their experts."""
+        return outline("hop out", self.stages).moving(lambda: [self.rows_of(plan).bytes(row_bytes)])
 
     def combine(self, plan: HopPlan, row_bytes: int) -> MovingSchedule:
         """Returns the schedule of rows back to their sources."""
-        return outline("hop back", self._stages()).moving(lambda: [self.rows_of(plan).bytes(row_bytes)])
+        return outline("hop back", self.stages).moving(lambda: [self.rows_of(plan).bytes(row_bytes)])
 
     def rows_of(self, plan: HopPlan) -> HopRows:
         """Returns the rows of a plan, as the stages take them."""
@@ -188,9 +190,16 @@ class Hops:
         def select() -> None:
             if self.held is None:
                 self._find_held(layout.experts(rows), here.plan)
-            layout.spread(rows, self.held, here.tokens)
-            if here.probs is not None:
-                torch.index_select(layout.probs(rows).view(-1), 0, self.pairs, out=here.probs)
+                if self.facts.has_notes:
+                    self.notes = layout.notes(rows)
+            layout.spread(rows, self.held, here.tokens, self.places)
+            if here.probs is None:
+                return
+            of_facts = layout.probs(rows).view(-1)
+            if self.places is None:
+                torch.index_select(of_facts, 0, self.pairs, out=here.probs)
+            else:
+                here.probs[self.places] = of_facts[self.pairs]
 
         return steps.call(select)
 
@@ -203,7 +212,7 @@ class Hops:
             layout.at_experts.sum_rows(tokens, self.held, here.rows, target)
             if probs is not None:
                 of_facts = probs.new_zeros(here.rows.size(0), self.facts.topk)
-                of_facts.view(-1)[self.pairs] = probs
+                of_facts.view(-1)[self.pairs] = probs if self.places is None else probs[self.places]
                 target.write_facts(here.rows, of_facts)
 
         return steps.call(add)
@@ -254,6 +263,11 @@ class Hops:
         expert = numbers.repeat_interleave(self.held.expert_counts, output_size=num_rows)
         sources = self.held.sources
         self.pairs = sources * topk + fact[sources, expert]
+        if self.first is not None:
+            counts = self.held.expert_counts
+            ahead = (self.first - (counts.cumsum(0) - counts)).repeat_interleave(counts, output_size=num_rows)
+            self.places = torch.arange(num_rows, device=device) + ahead
+            self.held = self.held.among(self.places)
 
 
 def _size(group: ProcessGroup | None) -> int:

@@ -13,9 +13,11 @@ from itertools import accumulate, pairwise
 import torch
 from torch.distributed import ProcessGroup
 
+from megatron_moe_opt.kernels.streams import to_device
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.hops.hop_plan import DomainTables, HopPlan
 from megatron_moe_opt.runtime.hops.hop_way import DeviceTables, Hops
+from megatron_moe_opt.runtime.hops.hops_in_chunks import HopPlans, HopsInChunks
 from megatron_moe_opt.runtime.hops.row_facts import RowFacts, experts_of_tokens
 from megatron_moe_opt.runtime.hops.token_share import TokenShare
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
@@ -147,12 +149,41 @@ class TokenHops:
         Args:
             counts: int64 [joint size, parts * (num_counts + 1)] on the CPU, of all ranks of the joint group.
         """
-        tables, number = self.on_device(rows.counts.device), len(rows.parts)
-        plans = self.plan(counts.view(self.experts.ep_size, self.experts.etp_size, 1, number, -1))
-        return tuple(
-            Exchange(Hops(self.groups, tables, rows.facts, of_part, self.experts.etp, rows.tp), plan)
-            for of_part, plan in zip(rows.parts, plans, strict=True)
-        )
+        plans = self._plans(counts, rows)
+        ways = [self._way(rows.facts, of_part, rows.counts.device, rows.tp) for of_part in rows.parts]
+        return tuple(Exchange(way, plan) for way, plan in zip(ways, plans, strict=True))
+
+    def exchange(self, counts: torch.Tensor, rows: HoppingRows) -> Exchange[HopPlan] | Exchange[HopPlans]:
+        """Returns who sends which rows to whom, all parts in one exchange. `counts` as of `exchanges`."""
+        if len(rows.parts) == 1:
+            (whole,) = self.exchanges(counts, rows)
+            return whole
+        plans = self._plans(counts, rows)
+        return self.in_chunks(rows.facts, rows.parts, plans, rows.counts.device)
+
+    def in_chunks(
+        self, facts: RowFacts, chunks: Sequence[int], plans: tuple[HopPlan, ...], device: torch.device
+    ) -> Exchange[HopPlans]:
+        """Returns the exchange of chunks of so many tokens of this rank's, by these plans."""
+        of_experts = torch.stack([plan.tokens_per_expert for plan in plans])  # [chunks, experts held here]
+        together = of_experts.sum(0)
+        first = (together.cumsum(0) - together) + (of_experts.cumsum(0) - of_experts)
+        firsts = to_device(first, device) if len(plans) > 1 else [None]
+        ways = [self._way(facts, of_chunk, device, first=first) for of_chunk, first in zip(chunks, firsts, strict=True)]
+        return Exchange(HopsInChunks(ways), HopPlans(plans, sum(plan.num_gathered for plan in plans)))
+
+    def _plans(self, counts: torch.Tensor, rows: HoppingRows) -> tuple[HopPlan, ...]:
+        return self.plan(counts.view(self.experts.ep_size, self.experts.etp_size, 1, len(rows.parts), -1))
+
+    def _way(
+        self,
+        facts: RowFacts,
+        num_tokens: int,
+        device: torch.device,
+        tp: ProcessGroup | None = None,
+        first: torch.Tensor | None = None,
+    ) -> Hops:
+        return Hops(self.groups, self.on_device(device), facts, num_tokens, self.experts.etp, tp, first)
 
     def plan(self, counts: torch.Tensor) -> tuple[HopPlan, ...]:
         """Returns the plans of all parts, from the joint group's counts as `DomainTables.plan` takes them."""

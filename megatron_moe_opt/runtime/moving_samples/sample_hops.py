@@ -7,26 +7,22 @@ Where experts are cut, what has arrived is gathered over expert-TP; all shards t
 and each gets the sums of those whose samples go to ranks of its own all-to-alls.
 
 A chunk is a stretch of the sequence of all samples: wherever a sample goes, its tokens stay in their chunks
-(chunked_hops.py).
+(runtime/hops/hops_in_chunks.py).
 
 A sample's counts are those of DomainTables.plan, chunk by chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from megatron_moe_opt.kernels.streams import to_device
+from megatron_moe_opt.runtime.hops.hop_way import Hops
+from megatron_moe_opt.runtime.hops.hops_in_chunks import HopPlans, HopsInChunks
 from megatron_moe_opt.runtime.hops.row_facts import RowFacts, experts_of_tokens
 from megatron_moe_opt.runtime.hops.token_hops import TokenHops, TokensWithFacts
-from megatron_moe_opt.runtime.moving_samples.chunked_hops import (
-    RANK_BITS,
-    ChunkBack,
-    ChunkOut,
-    HopPlans,
-    HopsInChunks,
-    KeyLayout,
-)
+from megatron_moe_opt.runtime.moving_samples.back_to_new_homes import RANK_BITS, ChunkBack, KeyLayout
 from megatron_moe_opt.runtime.moving_samples.new_homes import NewHomes
 from megatron_moe_opt.runtime.moving_samples.sample_counts import SampleCounts
 from megatron_moe_opt.runtime.moving_samples.sample_rows import MovingRows, check_tokens_have_rows
@@ -58,7 +54,7 @@ class HoppingSamples(MovingRows):
         check_tokens_have_rows(self._experts[:, 0] < hops.num_experts)
         self._facts: RowFacts | None = None
         self._own: OwnRows | None = None
-        self._chunks: list[ChunkOut] = []
+        self._chunks: Sequence[Hops] = []
         self._residual: torch.Tensor | None = None
 
     def pack(self, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
@@ -77,26 +73,13 @@ class HoppingSamples(MovingRows):
         self, packed: torch.Tensor, counts: SampleCounts, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns tokens at their experts [N, H], rows per local expert (CPU) and probabilities [N]."""
-        hops, device = self._hops, packed.device
-        plans = hops.plan(counts.rows.unflatten(3, (self._num_chunks, -1)))
-        of_experts = torch.stack([plan.tokens_per_expert for plan in plans])  # [chunks, experts held here]
-        behind = (of_experts.sum(0).cumsum(0) - of_experts.sum(0)) + (of_experts.cumsum(0) - of_experts)
-        behind = to_device(behind, device)  # where each chunk's rows of each expert begin
-        self._chunks = [
-            ChunkOut(
-                hops.groups,
-                hops.on_device(device),
-                self._facts,
-                stretch * self._shape[1],
-                hops.experts.etp,
-                first=first,
-            )
-            for stretch, first in zip(self._stretches, behind, strict=True)
-        ]
-        exchange = Exchange(HopsInChunks(self._chunks), HopPlans(plans, sum(plan.num_gathered for plan in plans)))
+        plans = self._hops.plan(counts.rows.unflatten(3, (self._num_chunks, -1)))
+        chunks = [stretch * self._shape[1] for stretch in self._stretches]
+        exchange = self._hops.in_chunks(self._facts, chunks, plans, packed.device)
+        self._chunks = exchange.way.chunks
         tokens, probs = to_experts(packed, self._own.wire, exchange, prob_dtype)
         self._residual = None if self._apart else tokens
-        return tokens, of_experts.sum(0), probs
+        return tokens, exchange.plan.tokens_per_expert, probs
 
     def to_new_homes(
         self, rows: torch.Tensor, counts: SampleCounts, items: torch.Tensor, beside: torch.Tensor | None
@@ -104,10 +87,10 @@ class HoppingSamples(MovingRows):
         """Returns the sums of each token's outputs, at the new home of its sample."""
         number = len(rows)
         if self._residual is not None and self._hops.experts.etp_rank == 0:  # in the sum over all shards once
-            first = torch.zeros(number, dtype=rows.dtype, device=rows.device)
+            first = torch.zeros(number, dtype=torch.bool, device=rows.device)
             for chunk in self._chunks:
-                first[chunk.places] = (chunk.pairs % self._hops.topk == 0).to(first.dtype)
-            rows = torch.addcmul(rows, self._residual, first.unsqueeze(1))
+                first[slice(None) if chunk.places is None else chunk.places] = chunk.pairs % self._hops.topk == 0
+            rows = torch.addcmul(rows, self._residual, first.to(rows.dtype).unsqueeze(1))
         self._residual = None
         if beside is not None:
             rows = torch.cat([rows, beside.reshape(-1, rows.size(1))])

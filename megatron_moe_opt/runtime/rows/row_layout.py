@@ -107,9 +107,15 @@ class Layout:
         widen_rows(rows, self.wire, tokens)
         return tokens
 
-    def spread(self, rows: torch.Tensor, row_map: RowMap, tokens: torch.Tensor) -> None:
-        """Copies the token of each row to all of its places in the map, tokens [R, H], in the tokens' dtype."""
-        gather_rows(rows, self.wire, row_map, tokens)
+    def spread(
+        self, rows: torch.Tensor, row_map: RowMap, tokens: torch.Tensor, places: torch.Tensor | None = None
+    ) -> None:
+        """Copies the token of each row to all of its places in the map, tokens [R, H], in the tokens' dtype.
+
+        Args:
+            places: of the map's rows, int64, where they lie among others.
+        """
+        gather_rows(rows, self.wire, row_map, tokens, places)
 
     def sum_rows(self, rows: torch.Tensor, row_map: RowMap, written: torch.Tensor, target: Layout) -> None:
         """Sums these rows by a map to the payload of `written`, of the layout `target`: in
