@@ -249,7 +249,7 @@ class Judged:
 
     @property
     def single(self) -> str:
-        """The fastest of the five systems as papers have them: no tokens that hop, but under expert-migration, and there
+        """The fastest of the five systems as papers have them: no tokens that hop but under expert-migration, and there
         one level after the other.
         """
         composed = re.compile("hops|:c[0-9]")

@@ -80,6 +80,7 @@ LAYERS: dict[str, Callable[[], Iterable[float]]] = {
         "mpmoe", BOTH, {}, None, Options(way="hops", network_levels=(2,), partitions=3)
     ).values(),
     "expert-migration": lambda: errors_of("expert-migration", EP4, TRAVELLING),
+    "hops in 3 chunks": lambda: errors_of("expert-migration", EP4, Options(network_levels=(2, 2), chunks=3)),
     "netmoe": lambda: netmoe("tp2-ep2-etp2-shared"),
     "netmoe, hops": lambda: netmoe("hops-etp2-uneven"),
 }

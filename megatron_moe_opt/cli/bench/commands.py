@@ -67,7 +67,9 @@ def bench(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Write everything as JSON, with the ops of one more step: moe-opt report draws it."
+            "--output",
+            "-o",
+            help="Write everything as JSON, with the ops of the median of three more steps: moe-opt report draws it.",
         ),
     ] = None,
 ) -> None:
