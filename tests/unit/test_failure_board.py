@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_moe_opt.runtime.job import failure_board
+from megatron_moe_opt.runtime.job.failure_board import FailureBoard
 from megatron_moe_opt.runtime.job.job_store import of_this_attempt
 from tests.ranks.job import Job, free_port
 
@@ -104,6 +105,32 @@ def test_every_rank_says_who_failed_first_and_ends(tmp_path: Path, fault: str, s
 def test_ranks_that_end_say_nothing(tmp_path: Path):
     status, said = end("end", tmp_path)
     assert status == [0, 0, 0] and said == ["", "", ""]
+
+
+def test_ranks_that_give_up_at_once_all_name_one_that_is_silent(monkeypatch: pytest.MonkeyPatch):
+    """Their own watchers have died, of NCCL's watchdogs; one of them asks for all, as their store is one process."""
+    monkeypatch.setattr(FailureBoard, "_watch", lambda board: None)
+    store, asked = dist.HashStore(), []
+    boards = [FailureBoard(store, rank, 20) for rank in range(8)]
+    call = FailureBoard._call_roll
+
+    def calling(board: FailureBoard) -> list[int]:
+        silent = call(board)
+        asked.extend([board.rank] * bool(silent))
+        return silent
+
+    monkeypatch.setattr(FailureBoard, "_call_roll", calling)
+    found: dict[int, failure_board.Failure] = {}
+    threads = [
+        threading.Thread(target=lambda board=board: found.update({board.rank: board.notice("NCCL's watchdog")}))
+        for board in boards
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(asked) == 1 and len(found) == 8 and len(set(found.values())) == 1
+    assert found[0].rank == 8 and "nor do ranks 9, 10, 11, 12, 13, 14, 15, 16 and 3 more, as rank" in found[0].what
 
 
 def test_no_group_of_nccl_is_aborted_behind_another(monkeypatch: pytest.MonkeyPatch):

@@ -44,11 +44,13 @@ GRACE_S = 1.5
 """How long a rank may wait in a collective after another one has failed."""
 END_S = 30.0
 """How long a rank that has raised an error may take to end, as torchrun gives."""
+NAMED = 8
+"""The most ranks that do not answer, besides the first, that are named."""
 
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """The texts of errors of a connection whose other end is closed."""
 
-_ALARM, _FIRST, _SEEN, _END = "alarm", "first", "seen", b"end"
+_ALARM, _FIRST, _SEEN, _CALLER, _END = "alarm", "first", "seen", "caller", b"end"
 
 
 @dataclass(frozen=True)
@@ -164,15 +166,24 @@ class FailureBoard:
             return self._claim(peer, f"rank {self.rank} has lost it, though its process runs: {what}", where)
         rank = peer if peer in silent else silent[0]
         others = [other for other in silent if other != rank]
-        nor = f", nor {'do ranks' if len(others) > 1 else 'does rank'} {', '.join(map(str, others))}" if others else ""
+        more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
+        named = ", ".join(map(str, others[:NAMED])) + more
+        nor = f", nor {'do ranks' if len(others) > 1 else 'does rank'} {named}" if others else ""
         return self._claim(rank, f"it does not answer any more{nor}, as rank {self.rank} found: {what}", where)
 
     def _call_roll(self) -> list[int]:
         """Returns the ranks that do not answer; none where a failure is written meanwhile."""
         if self._store.check([_ALARM]) and self._store.get(_ALARM) == _END:
             return []
+        self._store.set(_here(self.rank), "")  # its watcher may be what has died
         self._store.set(_ALARM, "")
         deadline = time.monotonic() + ROLL_CALL_S + self._poll_s
+        caller = int(self._store.compare_set(_CALLER, "", str(self.rank)))
+        while caller != self.rank and time.monotonic() < deadline:  # one asks for all ranks, whose store is one process
+            if self._store.check([_FIRST]):
+                return []
+            time.sleep(self._poll_s / 4)
+        deadline = max(deadline, time.monotonic() + self._poll_s)
         others = {_here(rank): rank for rank in range(self._world) if rank != self.rank}
         while not self._store.check(list(others)):
             if time.monotonic() > deadline:
