@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_moe_opt.errors import ConfigurationError
@@ -9,6 +10,7 @@ from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.row_format import Wire, WireFormat
 from megatron_moe_opt.systems import SYSTEMS, system_of
+from megatron_moe_opt.systems.system import Grammar
 
 FLEX = "flex"
 """Megatron's own dispatcher over a package for GPUs, which `flex:hybridep` names."""
@@ -65,7 +67,17 @@ def kind_of(variant: str) -> str:
     """Returns the kind of a variant, which is what travels: the system, and what of its setting decides that. Variants
     of a kind cut the same traffic.
     """
+    return _rewritten(variant, lambda grammar, setting: grammar.kind(setting))
+
+
+def numbered(variant: str) -> str:
+    """Returns a variant with the numbers that its word leaves out where they are 1."""
+    return _rewritten(variant, lambda grammar, setting: grammar.numbered(setting))
+
+
+def _rewritten(variant: str, rewrite: Callable[[Grammar, str], str]) -> str:
+    """Returns a variant whose setting is what `rewrite` makes of it; none, where its system has no settings."""
     name, _, setting = variant.partition(":")
     system, (setting, wire) = system_of(name), split_wire(setting)
-    kind = "" if system is None or system.grammar is None else system.grammar.kind(setting)
-    return ":".join(part for part in (name, kind, "" if wire is None else wire.word) if part)
+    rewritten = "" if system is None or system.grammar is None else rewrite(system.grammar, setting)
+    return ":".join(part for part in (name, rewritten, "" if wire is None else wire.word) if part)

@@ -134,6 +134,11 @@ def _write(options: MontaOptions, levels: int) -> str:
     return level if level == "O1" else f"{level}x{options.chunks or DEFAULT_CHUNKS}"
 
 
+def numbered_pipeline(setting: str) -> str:
+    """Returns a level and its chunks, O1 as O2 in one chunk, which is the same."""
+    return "O2x1" if setting == "O1" else setting
+
+
 def pipelines(options: MontaOptions, passes: Sequence[Pass]) -> list[tuple[str, int]]:
     """Returns the levels and chunk counts that options leave to choose from. In one chunk all levels are O1.
 
@@ -163,6 +168,6 @@ MONTA = System(
     reads=("profile", "expert_order", "wire"),
     build=_build,
     check=lambda config, options, arguments: check_cuts(options),
-    grammar=Grammar(parse_pipeline, _write),
+    grammar=Grammar(parse_pipeline, _write, numbered=numbered_pipeline),
     candidates=_candidates,
 )

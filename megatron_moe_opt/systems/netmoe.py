@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
+from megatron_moe_opt.planning.predicting.hops import HopSeconds, hop_passes
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.predicting.mpmoe import HopSeconds, no_hops
-from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions, hop_row_bytes
+from megatron_moe_opt.planning.predicting.mpmoe import no_hops
+from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
-from megatron_moe_opt.schedules.hops import HopStages, outline
 from megatron_moe_opt.schedules.monta import CHUNK_COUNTS, EP, even_chunks
 from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, ROWS
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
@@ -23,6 +24,7 @@ from megatron_moe_opt.systems.monta import (
     DEFAULT_CHUNKS,
     MontaOptions,
     check_cuts,
+    numbered_pipeline,
     parse_pipeline,
     pipelines,
     pipelining,
@@ -204,25 +206,14 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
     if refusal is not None:
         yield Refusal(f"{NAME}:{HOPS}", refusal)
         return
-    hop_seconds, levels, row = HopSeconds(layer, layer.costs), len(one.workers), hop_row_bytes(one)
-    noted, keyed = hop_row_bytes(one, notes=True).packed, one.homebound_bytes + one.lane_bytes
+    hop_seconds = HopSeconds(layer, layer.costs)
 
     def costs(op: Op) -> float:
         return layer.costs(op) if op.group == EP else hop_seconds(op)
 
     for count in CHUNK_COUNTS:
         parts = hop_partitions(one, layer.skew, layer.computed, [1] * count)
-        at_home = [
-            outline(direction, HopStages(levels, tuple(parts[0].sent), etp_size=one.etp), count).sized(
-                [part.bytes(row_bytes) for part in parts]
-            )
-            for direction, row_bytes in (
-                ("hop out", noted),
-                ("hop back", keyed),
-                ("hop out", row.token),
-                ("hop back", row.returned),
-            )
-        ]
+        at_home = list(chain.from_iterable(hop_passes(one, parts, notes=True, keys_bytes=one.lane_bytes)))
         own = parts[0].own * count
         yield moved(f"{NAME}:{_hops(count)}", at_home, costs=costs, parts=count, local_rows=own)
 
@@ -251,6 +242,10 @@ def _kind(setting: str) -> str:
     return HOPS if setting.startswith(HOPS) else ""
 
 
+def _numbered(setting: str) -> str:
+    return f"{HOPS}x1" if setting == HOPS else numbered_pipeline(setting or "O1")
+
+
 def _write(options: Any, levels: int) -> str:
     """Returns the settings of a variant as its name has them; nothing at O1."""
     if options.way == HOPS:
@@ -277,7 +272,7 @@ NETMOE = System(
     options=MontaOptions,
     reads=("profile", "expert_order", "way", "network_levels", "wire"),
     build=_build,
-    grammar=Grammar(_parse, _write, _kind),
+    grammar=Grammar(_parse, _write, _kind, _numbered),
     attach=_attach,
     check=_check,
     candidates=_candidates,

@@ -156,6 +156,8 @@ class Grammar:
     """Writes (options, number of network levels) as a setting, with defaults filled in; empty where there is none."""
     kind: Callable[[str], str] = lambda setting: ""
     """Returns what travels under a setting. Variants of a kind differ in how they cut the same traffic."""
+    numbered: Callable[[str], str] = lambda setting: setting
+    """Returns a setting with the numbers that it leaves out where they are 1."""
 
 
 @dataclass(frozen=True)

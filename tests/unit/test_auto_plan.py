@@ -620,6 +620,13 @@ def test_ranks_without_the_layers_that_are_tried_need_no_memory_for_them(timed, 
     assert controller._fits("netmoe", []) and not asked
     controller._fitting.clear()
     assert not controller._fits("netmoe", controller.layers) and len(asked) == 1
+    # What has had its first turn keeps what that made: all others are asked again, and it only if another comes.
+    monkeypatch.setattr(controlling.memory_room, "could_take", lambda size: asked.append(size) or True)
+    controller._fitting.clear()
+    for first, other in (("netmoe", "mpmoe:2:S1"), ("mpmoe:2:S1", "netmoe")):
+        assert controller._fits(first, controller.layers) and other not in controller._fitting
+        controller.trials.times[first] = [1.0]
+    assert controller._fits("netmoe", controller.layers) and {"netmoe", "mpmoe:2:S1"} <= controller._fitting
 
 
 def test_it_is_said_that_layers_which_are_built_later_are_not_planned(timed, monkeypatch, capsys):

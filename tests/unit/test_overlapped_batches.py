@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
-from megatron_moe_opt.integration.layer.overlapped_batches import edge_of, keep_expert_inputs, with_edge
+from megatron_moe_opt.integration.layer.overlapped_batches import edge_of, keep_expert_inputs, note_stock, with_edge
 
 
 def test_probabilities_have_a_gradient_through_the_edge_and_nothing_else_of_it():
@@ -44,3 +44,7 @@ def test_inputs_of_experts_are_kept_for_ours_alone():
         freed[name] = {node: should_free_input(node, True, config, *rest) for node in nodes}
     assert freed["alltoall"] == dict.fromkeys(nodes, True)
     assert freed["monta"] == freed["alltoall"] | {"mlp": False}
+    note_stock(config, True)  # as under `auto`, whose layers run stock's at times
+    assert should_free_input("mlp", True, config, *rest)
+    note_stock(config, False)
+    assert not should_free_input("mlp", True, config, *rest)

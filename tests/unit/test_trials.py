@@ -59,9 +59,15 @@ def test_lines_are_what_differs_in_one_number():
     partitions, strategies = lines("mpmoe:2:S1", others)
     assert partitions == {2: "mpmoe:2:S1", 3: "mpmoe:3:S1"} and strategies == {1: "mpmoe:2:S1"}
     monta = [f"monta:{level}x{chunks}" for level in ("O2", "O3") for chunks in (2, 4, 8, 16)]
+    hops = ["expert-migration:1x1", "expert-migration:1x1:c2", "expert-migration:2x1", "netmoe:hops", "netmoe:hopsx4"]
+    *_, line = lines("expert-migration:1x1:c2", hops)
+    assert line == {1: "expert-migration:1x1", 2: "expert-migration:1x1:c2"}
+    assert list(lines("netmoe:hopsx4", hops)) == [{1: "netmoe:hops", 4: "netmoe:hopsx4"}]
     levels, chunks = lines("monta:O2x4", monta)
     assert list(levels.values()) == ["monta:O2x4", "monta:O3x4"]
     assert list(chunks.values()) == [f"monta:O2x{count}" for count in (2, 4, 8, 16)]
+    _, chunks = lines("monta:O2x4", [*monta, "monta:O1"])
+    assert chunks[1] == "monta:O1"  # in one chunk levels are the same
     assert not any(lines(ALLTOALL, [*others, ALLTOALL]))
 
 

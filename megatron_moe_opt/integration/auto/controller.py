@@ -67,7 +67,7 @@ from megatron_moe_opt.integration.auto.stock_variants import (
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.layer_passes import number_of
 from megatron_moe_opt.integration.layer.netmoe_layer import link
-from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
+from megatron_moe_opt.integration.layer.overlapped_batches import before_pass, note_stock
 from megatron_moe_opt.integration.micro_batches import trains
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
@@ -127,7 +127,7 @@ class Controller:
         self.chosen: dict[LayerWorkload | None, str] = {}
         """What the last trials have chosen, by the shape of the layers. Ranks without layers know it too."""
         self._fitting: set[str] = set()
-        """The variants that all GPUs are known to have room for."""
+        """The variants that all GPUs are known to have room for, beside what has run its first turn so far."""
         self._starting: set[str] = set()
         """The variants of Megatron's own that were found to start on all ranks since the trials began."""
         self._first_turns: FirstTurns | None = None
@@ -175,6 +175,7 @@ class Controller:
                 agreed_cluster(layer.groups, self.options.profile, layer_workload(layer.layer.config, layer.groups))
             if (first := runs_first(layer.layer.config)) != layer.current:
                 layer.use(first)
+            self._note_stock()
             return
         if not self._plan_is_agreed:
             self._agree_on_plan(layer.groups.joint)
@@ -328,6 +329,14 @@ class Controller:
             layer.use(ALLTOALL if is_unknown or self._is_refused(layer.layer.config, variant) else variant)
         if moves_samples(variant):
             link(layer.layer for layer in layers)
+        self._note_stock()
+
+    def _note_stock(self) -> None:
+        running: dict[int, tuple[Any, list[str]]] = {}
+        for layer in self.layers:
+            running.setdefault(id(layer.layer.config), (layer.layer.config, []))[1].append(layer.current)
+        for config, variants in running.values():
+            note_stock(config, all(variant == ALLTOALL for variant in variants))
 
     def _run_only(self, variant: str, layers: Sequence[PlannedLayer]) -> None:
         """Has the layers run a variant and forget all others: a collective call."""
@@ -367,8 +376,8 @@ class Controller:
     def _fits(self, variant: str, layers: Sequence[PlannedLayer]) -> bool:
         """Whether the GPU of each rank has room for what a variant takes in these layers, beside what the others run.
 
-        A collective call over the world, before a variant's first turn. A rank that ran out of memory in that would
-        leave the others in a collective.
+        A collective call over the world, before a variant's first turn, and the next one of each when another has had
+        its first. A rank that ran out of memory in a turn would leave the others in a collective.
         """
         if variant in self._fitting or not self.first_step.rooms:
             return True
@@ -381,8 +390,10 @@ class Controller:
         lacking = [one for one in of_ranks if one is not None]
         if lacking:
             say(AUTO, no_room_line(variant, lacking, len(of_ranks)))
-        else:
+        elif self.trials.times.get(variant):
             self._fitting.add(variant)
+        else:  # it will hold more besides when it has run: the others are asked again
+            self._fitting = {self.trying.ran, variant}
         return not lacking
 
     def _held(self, of_layer: Callable[[Alike, PlannedLayer], Above]) -> int:

@@ -16,7 +16,8 @@ from megatron_moe_opt.integration.auto.first_step import FirstStep, refusal
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of
 from megatron_moe_opt.integration.layer.netmoe_layer import PassesSeen, block_adds_up_otherwise, check_seams
-from megatron_moe_opt.integration.micro_batches import after_passes, not_after_passes
+from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
+from megatron_moe_opt.integration.micro_batches import after_passes, not_after_passes, trains
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.systems.netmoe import NETMOE
@@ -39,6 +40,8 @@ class Look:
         self._after_passes: memory_room.InUse | None = None
         self._schedules = 0
         """The schedules that have run since, each of a step's micro-batches or some of them."""
+        self._has_begun = False
+        self._until_begun: list[Any] = []
         after_passes(self._passes_end)
 
     def at(self, layers: Iterable[PlannedLayer]) -> None:
@@ -47,6 +50,7 @@ class Look:
         for layer in added:
             self.layers.append(layer)
             layer.look()
+            self._until_begun.append(before_pass(layer.layer, self._begin))
         if added and self.options.plan is None and refusal(self.config, NETMOE.name) is None:
             self._routing += [SampleRouting(layer.layer.router) for layer in added]
             self._passes.append(PassesSeen([layer.layer for layer in added]))
@@ -59,12 +63,20 @@ class Look:
     def taken(self) -> FirstStep:
         """Returns what was seen, and looks no more. A collective call over the world, and the groups of the layers."""
         not_after_passes(self._passes_end)
+        for handle in self._until_begun:
+            handle.remove()
         if self.options.plan is None:
             self._compare_levels()
         seen = tuple(one for layer in self.layers if (one := layer.seen()) is not None)
         held = sum(passes_held(layer, self.config) for layer in self.layers)
         room = memory_room.room(held, len(self.layers), self._after_passes)
         return FirstStep((seen,), () if room is None else (room,), *self._samples())
+
+    def _begin(self, module: Any, _: Any) -> None:
+        """Counts memory from the first pass of training on: what loaded a checkpoint before may have held more."""
+        if not self._has_begun and trains(module):
+            self._has_begun = True
+            memory_room.count_peak_anew()
 
     def _passes_end(self) -> None:
         self._after_passes = memory_room.in_use()

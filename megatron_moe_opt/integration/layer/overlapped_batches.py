@@ -20,6 +20,8 @@ from megatron_moe_opt.integration.layer.layer_passes import number_of
 from megatron_moe_opt.integration.patching import seam_moved, wrap_once
 from megatron_moe_opt.runtime.observed.layer_place import Place, enter
 
+_as_stock: set[int] = set()
+"""The numbers (id) of configurations all of whose layers run stock's `alltoall`, though it is not what they name."""
 _PLANS = ("megatron.core.models.common.utils", "megatron.core.models.gpt.fine_grained_callables")
 """The modules in which Megatron says what a node frees: the first from 0.19 on."""
 
@@ -47,8 +49,14 @@ def name_batches(layer: Any, dispatcher: str) -> None:
     layer.router.register_forward_pre_hook(note)
 
 
+def note_stock(config: Any, runs: bool) -> None:
+    """Notes whether all layers of a configuration run stock's `alltoall`, whatever dispatcher it names: `auto` does."""
+    _as_stock.add(id(config)) if runs else _as_stock.discard(id(config))
+
+
 def keep_expert_inputs(names: Container[str]) -> None:
-    """Has schedule plans keep the inputs of experts, which backward needs, under the dispatchers of these names.
+    """Has schedule plans keep the inputs of experts, which backward needs, under the dispatchers of these names, unless
+    `note_stock` says that stock's runs.
 
     Stock's `alltoall` copies what arrives to sort it, and Megatron frees what had arrived; ours has sorted it already.
 
@@ -66,7 +74,7 @@ def keep_expert_inputs(names: Container[str]) -> None:
         raise seam_moved(f"none of {', '.join(_PLANS)} has should_free_input")
 
     def keeping(stock: Callable[..., bool], name: str, is_moe: bool, config: Any, *args: Any, **kwargs: Any) -> bool:
-        if name == "mlp" and config.moe_token_dispatcher_type in names:
+        if name == "mlp" and config.moe_token_dispatcher_type in names and id(config) not in _as_stock:
             return False
         return stock(name, is_moe, config, *args, **kwargs)
 

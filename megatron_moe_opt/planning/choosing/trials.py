@@ -17,7 +17,7 @@ from itertools import chain
 
 from megatron_moe_opt.planning.choosing.contenders import contenders
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
-from megatron_moe_opt.variants import kind_of
+from megatron_moe_opt.variants import kind_of, numbered
 
 MOST_AT_FIRST = 6
 """The number of variants that run in the first sweep."""
@@ -102,7 +102,8 @@ def next_along(line: Mapping[int, str], leader: str, times: Mapping[str, Sequenc
 
 def _form(variant: str) -> tuple[str, tuple[int, ...]]:
     """Returns a variant without its numbers, and its numbers."""
-    return _NUMBER.sub("#", variant), tuple(map(int, _NUMBER.findall(variant)))
+    whole = numbered(variant)
+    return _NUMBER.sub("#", whole), tuple(map(int, _NUMBER.findall(whole)))
 
 
 class Trials:
@@ -201,7 +202,8 @@ class Trials:
         leader, *others = contenders({variant: self.times[variant] for variant in self.variants})
         self.variants = tuple(one for one in self.variants if one in (leader, *others) or self._is_new(one, leader))
         turns = (self._most_steps - self.steps) // TURN
-        joining = self._joining(leader)[: max(0, turns - len(self.variants))]
+        # What joins has two turns to come, or none: by the times of one it could take the place of what is well known.
+        joining = self._joining(leader)[: max(0, turns // 2 - len(self.variants))]
         if 1 < len(self.variants) + len(joining) <= turns:
             self.variants += joining
             self._begin_sweep()
