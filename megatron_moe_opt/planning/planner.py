@@ -144,11 +144,17 @@ def bound_and_stock(
     return (bound, beside(stock) if beside else stock), ()
 
 
-def best(predictions: Sequence[Prediction]) -> Prediction:
-    """Returns the fastest; stock, where it is among them and nothing is faster by WINS_BY of its time."""
-    fastest = min(predictions, key=lambda one: one.seconds)
+def best(
+    predictions: Sequence[Prediction], seconds: Callable[[Prediction], float] = lambda one: one.seconds
+) -> Prediction:
+    """Returns the fastest; stock, where it is among them and nothing is faster by WINS_BY of its time.
+
+    Args:
+        seconds: that are compared.
+    """
+    fastest = min(predictions, key=seconds)
     stock = next((one for one in predictions if one.variant == ALLTOALL), None)
-    if stock is not None and fastest.seconds > stock.seconds * (1 - WINS_BY):
+    if stock is not None and seconds(fastest) > seconds(stock) * (1 - WINS_BY):
         return stock
     return fastest
 

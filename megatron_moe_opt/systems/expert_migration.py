@@ -11,12 +11,15 @@ from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import ALL, AUTO, FROM_0, FROM_0_OR_ALL, LIST, RATIO, one_of, or_auto
+from megatron_moe_opt.planning.choosing.equal_times import fewest_of_equal
 from megatron_moe_opt.planning.costs.cluster import OURS, Cluster
 from megatron_moe_opt.planning.costs.domain_curves import measured_curves
 from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.expert_migration import DomainChoice
-from megatron_moe_opt.planning.predicting.layer_on_cluster import EXPERTS, LayerOnCluster
+from megatron_moe_opt.planning.predicting.hops import HopSeconds, hop_passes
+from megatron_moe_opt.planning.predicting.layer_on_cluster import DISPATCH, EXPERTS, LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions
 from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction, Refusal
 from megatron_moe_opt.schedules.monta import CHUNK_COUNTS
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
@@ -145,9 +148,14 @@ class MigrationOptions(SharedOptions):
             )
 
     def check_travel(self) -> None:
-        """Refuses, with ConfigurationError, what is about experts that travel where none does. For a dispatcher that is
-        named: `auto` tries others.
+        """Refuses, with ConfigurationError, what is about experts that travel where none does, and chunks that are to
+        be chosen where domains are not. For a dispatcher that is named: `auto` tries others.
         """
+        if self.hop_chunks is None and not self.chooses_domains:
+            raise ConfigurationError(
+                f"{PREFIX}chunks {AUTO} is chosen with the domains, and {self.as_given('domain_sizes')} names them: "
+                f"give a number, or leave {PREFIX}domain-sizes at {AUTO}"
+            )
         if self.experts_may_travel:
             self._check_compressed()
             return
@@ -295,7 +303,7 @@ def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any
     sizes, chunks, ratio = found.groups()
     return {
         "domain_sizes": tuple(map(int, sizes.split("x"))),
-        "chunks": int(chunks or 1),
+        "chunks": chunks and int(chunks),
         "compression_ratio": ratio and float(ratio),
     }
 
@@ -327,6 +335,12 @@ def domain_kind(setting: str) -> str:
     return ":".join([travels, *(one for one in others if not one.startswith("c"))])
 
 
+def _numbered(setting: str) -> str:
+    sizes, *others = setting.split(":")
+    chunks = [] if others and others[0].startswith("c") else ["c1"]
+    return ":".join([sizes, *chunks, *others])
+
+
 def _candidates(layer: LayerOnCluster, options: MigrationOptions) -> Iterator[Prediction | Refusal]:
     """Yields a prediction for every realisable choice of domain sizes, in one chunk of tokens and, while these gain,
     in more.
@@ -352,13 +366,15 @@ def _candidates(layer: LayerOnCluster, options: MigrationOptions) -> Iterator[Pr
             intra_bytes=sum(sent) - between,
             activation_bytes=layer.activation_bytes + (of_others := layer.held_bytes_of_others(domains)),
             held_more=HeldMore(of_others=of_others),
+            parts=choice.chunks,
             terms={term: value for term, value in terms.items() if value},
             timelines=tuple(timelines),
         )
 
 
 def fastest_domains(workload: LayerWorkload, cluster: Cluster, counts: tuple[int, ...] | None = None) -> DomainChoice:
-    """Returns the expert domains with which a layer takes least, by the same predictions as the planner's.
+    """Returns the expert domains with which a layer takes least, by the same predictions as the planner's, in the
+    fewest chunks that take as long.
 
     Args:
         counts: the numbers of chunks to choose from; None: all.
@@ -366,8 +382,9 @@ def fastest_domains(workload: LayerWorkload, cluster: Cluster, counts: tuple[int
     Raises:
         ConfigurationError: the cluster lacks an expert or a group that some domains need.
     """
-    choices = _domain_choices(LayerOnCluster(workload, cluster), counts)
-    return expert_migration.least([choice for choice, *_ in choices])
+    choices = [choice for choice, *_ in _domain_choices(LayerOnCluster(workload, cluster), counts)]
+    domains = expert_migration.least(choices).domains
+    return fewest_of_equal([(one.seconds, one.chunks, one) for one in choices if one.domains == domains])
 
 
 def _domain_choices(
@@ -378,9 +395,9 @@ def _domain_choices(
     cut while that gains.
     """
     one = layer.workload
-    curves = measured_curves(layer.costs, one.workers)
+    curves, migration = measured_curves(layer.costs, one.workers), one.migration(layer.skew)
     edge = Timeline.in_turn("one after another", ((op, layer.costs(op)) for op in layer.edge))
-    local, migration = layer.local_timeline(OURS), one.migration(layer.skew)
+    local = layer.local_timeline(OURS, migration.tokens)
     for domains in expert_migration.all_domains(migration, one.workers):
         rows, holds = one.rows_of(layer.skew.computed(domains)), prod(domains.sizes)
         exchange = expert_migration.exchange_seconds(migration, domains, curves)
@@ -390,14 +407,13 @@ def _domain_choices(
         copied = layer.seconds_to_copy(layer.bytes_of_copies(holds))
         copies = Timeline.in_turn("experts copied", [(Op(Kind.COPY, Lane.COMPUTE), copied)])
         experts, before = sum(of_passes), inf
+        cost = layer.converting(HopSeconds(layer, layer.costs, domains))
         several = CHUNK_COUNTS if len(domains.hops) > 1 else (1,)
         for chunks in (counts or several) if domains.hops else (1,):
-            passes = expert_migration.timelines(
-                migration, domains, curves, of_passes, layer.seconds_of_codec, layer.costs.overhead, chunks,
-                layer.cluster.simulate,
-            )  # fmt: skip
+            ways = hop_passes(one, hop_partitions(one, layer.skew, rows, [1] * chunks, domains))
+            passes = expert_migration.timelines(migration, domains, ways, of_passes, cost, layer.cluster.simulate)
             terms = {
-                "tokens and experts on their way": sum(one.seconds for one in passes) - experts + edge.seconds,
+                DISPATCH: sum(timeline.seconds for timeline in passes) - experts + edge.seconds,
                 EXPERTS: experts,
                 "rows on the rank": local.seconds,
                 "experts copied": copies.seconds,
@@ -438,7 +454,7 @@ EXPERT_MIGRATION = System(
     build=_build,
     attach=_attach,
     check=_check,
-    grammar=Grammar(_parse, _write, domain_kind),
+    grammar=Grammar(_parse, _write, domain_kind, _numbered),
     candidates=_candidates,
     domains=domains_of,
     why_fixed=_why_fixed,

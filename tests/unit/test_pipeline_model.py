@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_moe_opt.cli.plan.report import pipeline_flags
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.predicting.layer_on_cluster import DISPATCH
 from megatron_moe_opt.planning.predicting.overlapped_batches import overlapped
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.planning.predicting.simulator import simulate
@@ -116,7 +117,12 @@ def test_a_step_takes_what_megatrons_order_of_passes_takes(pp, vpp, beside):
         end, most = _played(layout, micro_batches, 1 / vpp, beside / vpp)
         found = step_seconds(StagePasses(1.0, beside, 0.0), layout, micro_batches)
         assert found == pytest.approx(end, rel=1e-9 if not overlaps else 0.03)
-        assert [held / vpp for held in most] == [under_way(layout, one, micro_batches, overlaps) for one in range(pp)]
+        held = [min(passes, micro_batches * vpp) / vpp for passes in most]
+        layers = 2 * vpp if overlaps else 1000  # of two in a pass both are there besides
+        assert held == [under_way(layout, one, micro_batches, layers, overlaps) for one in range(pp)]
+        if overlaps:  # of many, two are
+            whole = [under_way(layout, one, micro_batches, 20 * vpp, overlaps) for one in range(pp)]
+            assert all(0 <= most - least <= 0.9 / vpp + 1e-9 for most, least in zip(held, whole, strict=True))
 
 
 def test_refuses_stages_that_cannot_be():
@@ -181,23 +187,25 @@ ONE = Prediction("alltoall", 9.0, 4.0, 1.0, 1.0, 0)
 
 
 @given(
-    st.floats(0.01, 20), st.floats(0.01, 20), st.floats(0, 10), st.floats(0, 10),
+    st.floats(0.01, 20), st.floats(0.01, 20), st.floats(0, 20),
     st.sampled_from([{}, {(Lane.INTER, Lane.COMPUTE): 0.9, (Lane.COMPUTE, Lane.INTER): 0.8}]),
 )  # fmt: skip
-def test_overlapped_layers_take_what_their_pieces_take_side_by_side(exposed, experts, attention, shared, slowdown):
+def test_overlapped_layers_take_what_their_pieces_take_side_by_side(exposed, experts, outside, slowdown):
     """Each of the four pieces played by the simulator: one micro-batch's exchange beside another's computation."""
     one = replace(ONE, exposed=exposed, seconds=exposed + experts, terms={"sum": exposed + experts})
-    found = overlapped(one, attention, shared, slowdown)
-    computed = experts + shared
+    found = overlapped(one, outside, slowdown)
     played = 0.0
-    for piece in (attention / 3, computed * 2 / 3, computed / 3, attention * 2 / 3):
+    for piece in (outside / 3, experts * 2 / 3, experts / 3, outside * 2 / 3):
         seconds = {Lane.INTER: exposed / 4, Lane.COMPUTE: piece}
         ops = tuple(
             Op(kind, lane, group="ep" if lane is Lane.INTER else None)
             for kind, lane in ((Kind.ALL_TO_ALL, Lane.INTER), (Kind.COMPUTE, Lane.COMPUTE))
         )
         played += simulate(Schedule("piece", ops), lambda op, seconds=seconds: seconds[op.lane], slowdown).seconds
-    assert found.seconds + attention + shared == pytest.approx(played)
+    assert found.seconds + outside == pytest.approx(played)
+    assert found.exposed == pytest.approx(exposed - found.hidden, abs=1e-9)
+    with_copies = replace(one, variant="monta:O1", seconds=one.seconds + 1, terms={DISPATCH: exposed + 1})
+    assert overlapped(with_copies, outside, slowdown).seconds == pytest.approx(found.seconds + 1)  # they neither hide
     assert found.seconds + found.hidden == pytest.approx(one.seconds)
     assert found.exposed + found.hidden == pytest.approx(one.exposed)
     assert found.seconds == pytest.approx(sum(found.terms.values()))

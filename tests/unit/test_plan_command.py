@@ -202,7 +202,7 @@ def test_the_plan_and_the_flags_that_run_it(run, tmp_path):
     options, stock = split_options(flags)
     assert f"mpmoe:{options.partitions}:{options.way}" == variant
     assert " ".join(stock).endswith(
-        '--micro-batch-size 1 --global-batch-size 64 --moe-layer-freq "([0]*3+[1]*7)" '
+        '--micro-batch-size 1 --global-batch-size 64 --moe-layer-freq "([0]*3+[1]*7)" --ffn-hidden-size 18432 '
         "--moe-shared-expert-intermediate-size 2048 --moe-token-dispatcher-type mpmoe"
     )
     assert stock[:6:2] == [
@@ -312,8 +312,8 @@ def test_what_does_not_fit_is_not_advised(run, tmp_path):
     mixtral = "--cluster h100-ib400 --model mixtral-8x7b"
     _, output, _ = run(mixtral, "--world 64 --ep 1")
     assert re.fullmatch(
-        r"It does not fit: \S+ needs [0-9.]+ GiB, and 90% of a GPU's 80.0 are 72.0: leave out --tp, --pp, --ep and "
-        r"--expert-tp to have a layout searched that fits, take more GPUs, or --recompute full",
+        r"It does not fit: \S+ needs [0-9.]+ GiB, and 90% of a GPU's 80.0 are 72.0: leave out --tp, --pp, --vpp, --ep, "
+        r"--expert-tp and --micro-batches to have a layout searched that fits, take more GPUs, or --recompute full",
         output.splitlines()[-1],
     )
     _, output, _ = run(mixtral, "--world 64 --ep 1 --recompute full")
@@ -838,7 +838,7 @@ def test_the_largest_sizes_are_planned(run):
         "layers": 10_000, "hidden": 2**31 - 8, "heads": 8, "head_size": 2**31 - 1, "vocabulary": 2**31 - 1,
         "experts": 10_000, "topk": 10_000, "ffn": 2**31 - 1, "shared_ffn": 2**31 - 1,
     }.items())  # fmt: skip
-    sizes = "--sequence 2147483647 --micro-batch 2147483647 --micro-batches 2147483647 --capacity-factor 1e6"
+    sizes = "--sequence 2147483647 --micro-batch 2147483647 --micro-batches 2147483647 --capacity-factor 1"
     for cluster in ("inter=1e9,intra=1e9,copy=1e9,tflops=1e9,op_us=1e9", "inter=1e-9,intra=1e-9,copy=1e-9,tflops=1e-9"):
         code, output, error = run(f"--cluster pcie,{cluster} --model {model} --world 8 --ep 8", sizes)
         assert code == 0 and "It does not fit" in output, error

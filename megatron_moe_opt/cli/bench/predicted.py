@@ -10,7 +10,10 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.planner import candidates
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.systems.expert_migration import without_ratio
 from megatron_moe_opt.topology.domains import levels_if_even
 from megatron_moe_opt.topology.layouts import Layout
@@ -58,10 +61,24 @@ def predict_layer(
                 seconds[dispatcher] = by_name[name]
             elif name is None:
                 missing[dispatcher] = "it chooses by itself: name what it chose, to have that predicted"
+            elif (reason := reasons.get(name) or reasons.get(name.partition(":")[0])) is not None:
+                missing[dispatcher] = reason
+            elif (alone := _alone(name, replace(workload, compression=ratio), cluster)) is not None:
+                seconds[dispatcher] = alone
             else:
-                family = name.partition(":")[0]
-                missing[dispatcher] = reasons.get(name) or reasons.get(family) or "the planner has no such candidate"
+                missing[dispatcher] = "the planner has no such candidate"
     return Predicted(seconds, missing)
+
+
+def _alone(name: str, workload: LayerWorkload, cluster: Cluster) -> float | None:
+    """Returns the seconds of a variant that is in no table, such as one of chunks that do not gain, as its system
+    predicts it where options name it; None: it does not.
+    """
+    system = system_of(name.partition(":")[0])
+    if system is None or system.candidates is None:
+        return None
+    found = system.candidates(LayerOnCluster(workload, cluster), split_variant(name, None)[1])
+    return next((one.seconds for one in found if isinstance(one, Prediction) and one.variant == name), None)
 
 
 def _by_ratio(settings: LayerSettings) -> dict[float, dict[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_moe_opt.cli.plan.case import FITS, Case
+from megatron_moe_opt.cli.plan.case import Case, fits_part
 from megatron_moe_opt.planning.costs.known_clusters import GIB
 from megatron_moe_opt.planning.planner import WINS_BY
 from megatron_moe_opt.planning.predicting.layer_on_cluster import EXPERTS
@@ -68,12 +68,15 @@ def expansion_advice(expansion: Expansion) -> str:
 def does_not_fit(case: Case) -> str:
     """Returns that no candidate fits into a GPU's memory, and what to do."""
     least = min(case.candidates, key=case.memory)
-    known = case.site.memory
-    recompute = "" if case.settings.recompute == "full" else ", or --recompute full"
+    known, part = case.site.memory, fits_part(case.settings.overlaps)
+    if case.settings.overlaps:
+        less = f", or leave out {OVERLAP}"
+    else:
+        less = "" if case.settings.recompute == "full" else ", or --recompute full"
     return (
-        f"It does not fit: {least.variant} needs {case.memory(least) / GIB:.1f} GiB, and {FITS:.0%} of a GPU's "
-        f"{known / GIB:.1f} are {FITS * known / GIB:.1f}: leave out --tp, --pp, --ep and --expert-tp to have a layout "
-        f"searched that fits, take more GPUs{recompute}"
+        f"It does not fit: {least.variant} needs {case.memory(least) / GIB:.1f} GiB, and {part:.0%} of a GPU's "
+        f"{known / GIB:.1f} are {part * known / GIB:.1f}: leave out --tp, --pp, --vpp, --ep, --expert-tp and "
+        f"--micro-batches to have a layout searched that fits, take more GPUs{less}"
     )
 
 

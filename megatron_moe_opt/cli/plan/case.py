@@ -22,15 +22,24 @@ from megatron_moe_opt.planning.training.memory import (
     training_memory,
 )
 from megatron_moe_opt.planning.training.model import ModelShape
-from megatron_moe_opt.planning.training.pipeline import under_way
+from megatron_moe_opt.planning.training.pipeline import under_way, warm_up
 from megatron_moe_opt.planning.training.step_costs import StepCosts, communication
 from megatron_moe_opt.planning.training.throughput import Throughput, outside_experts, throughput
 from megatron_moe_opt.row_format import Wire, narrower
 from megatron_moe_opt.topology.expansion import Expansion, choose
 from megatron_moe_opt.variants import split_wire
 
-FITS = 0.9
-"""The part of a GPU's memory that may be planned with: workspaces and buffers of NCCL are not counted."""
+FITS, FITS_OVERLAPPED = 0.9, 0.8
+"""The part of a GPU's memory that may be planned with: workspaces and buffers of NCCL are not counted. Where
+micro-batches overlap, the allocator keeps what the stream for communication has freed apart, too: 64 H100 with 70 of
+their 80 GB allocated so were full, and ran at a sixth of their speed (github.com/NVIDIA/Megatron-LM/pull/6429).
+"""
+
+
+def fits_part(overlaps: bool) -> float:
+    """Returns the part of a GPU's memory that may be planned with, given whether micro-batches overlap."""
+    return FITS_OVERLAPPED if overlaps else FITS
+
 
 Predict = Callable[..., tuple[tuple[Prediction, ...], tuple[Refusal, ...]]]
 """A function that predicts candidates, given what planner.bound_and_stock is."""
@@ -92,7 +101,16 @@ class Case:
     @cached_property
     def chosen(self) -> Prediction:
         """Returns the candidate to run in all MoE layers: the best of those that fit, or of all where none does."""
-        return best([one for one in self.candidates if self.fits(one)] or self.candidates)
+        alone = self._alone
+        fitting = [one for one in self.candidates if self.fits(one)] or self.candidates
+        return best(fitting, lambda one: one.seconds + alone * one.hidden)
+
+    @property
+    def _alone(self) -> float:
+        """Returns the part of a step's passes that run beside no other where micro-batches overlap."""
+        layout, micro_batches = self.site.layout, self.settings.micro_batches
+        passes = micro_batches * layout.vpp
+        return min(warm_up(layout, layout.pp - 1, self.settings.overlaps), passes) / passes
 
     @cached_property
     def stock(self) -> Prediction | None:
@@ -115,7 +133,7 @@ class Case:
         outside = outside_experts(
             self.model, site.layout, site.device, settings.micro_batch, self.sequence, self._besides
         )
-        return lambda one: overlapped(one, *outside, site.cluster.slowdown)
+        return lambda one: overlapped(one, outside, site.cluster.slowdown)
 
     @property
     def expansion(self) -> Expansion | None:
@@ -179,18 +197,19 @@ class Case:
                 )
                 again = sum(of_layer.values())
             else:
-                passes = moe_layers * under_way(layout, stage, settings.micro_batches, settings.overlaps)
+                layers = model.layers_of_stage(layout, stage)
+                passes = moe_layers * under_way(layout, stage, settings.micro_batches, layers, settings.overlaps)
             logits = logits_memory(model, layout, stage, *batch, element_bytes)
             found.append(_Stage(held, passes, moe_layers, again, logits))
         return found
 
     def fits(self, one: Prediction) -> bool:
-        """Whether a GPU can hold the candidate within FITS of its memory; True where a GPU's memory is not known."""
+        """Whether a GPU can hold the candidate in what may be planned with; True where its memory is not known."""
         return self.has_room(one.held_more)
 
     def has_room(self, more: HeldMore) -> bool:
         """Whether a GPU can hold so much more of each MoE layer than stock's, by the same rule as `fits`."""
-        return self.site.memory is None or self._memory(more) <= FITS * self.site.memory
+        return self.site.memory is None or self._memory(more) <= fits_part(self.settings.overlaps) * self.site.memory
 
     def step(self, one: Prediction) -> Throughput | None:
         """Returns what a training step takes under a candidate; None where the speed of a GPU is not known."""

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from megatron_moe_opt.cli.console import progress_console, table_of
-from megatron_moe_opt.cli.plan.case import FITS, Case
+from megatron_moe_opt.cli.plan.case import Case, fits_part
 from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, check_model, check_overlap, site_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.known_clusters import GIB, KNOWN_CLUSTERS
@@ -139,9 +139,13 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     if wanted.overlaps:
         check_overlap(wanted.recompute, settings.dtype)
     overlaps = False if settings.dtype == "fp32" else wanted.overlaps
-    of_step = list(
-        arrangements(model, world, known.node, global_batch, wanted.micro_batch, wanted.recompute, cp, overlaps)
-    )
+    sizes_of_step = model, world, known.node, global_batch, wanted.micro_batch, wanted.recompute, cp
+    of_step = list(arrangements(*sizes_of_step, overlaps))
+    if not of_step and overlaps and any(True for _ in arrangements(*sizes_of_step)):
+        raise ConfigurationError(
+            f"{OVERLAP} needs EP above 1 and, in a pipeline, virtual stages, and no layout of --world {world} has "
+            "them: drop it, or take more GPUs"
+        )
     if not of_step:
         sizes = {
             "--world": world, "--cp": settings.sizes["--cp"], "--micro-batch": wanted.micro_batch,
@@ -158,7 +162,7 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
             f"{min(one.layout.least_sequence for one in of_step)}"
         )
     needed = {one: _least_memory(model, one, sequence, settings.element_bytes) for one in of_step}
-    small = [one for one in of_step if needed[one] <= FITS * known.memory]
+    small = [one for one in of_step if needed[one] <= fits_part(one.overlaps) * known.memory]
     if not small:
         raise ConfigurationError(
             f"--world {world}: no layout holds the model, a GPU of the smallest would need "
@@ -289,7 +293,7 @@ def _least_memory(model: ModelShape, one: Arrangement, sequence: int, element_by
             model, layout, *batch, one.micro_batches, stage, one.recompute, BytesPerParameter.of(element_bytes),
             overlaps=one.overlaps,
         )  # fmt: skip
-        passes = under_way(layout, stage, one.micro_batches, one.overlaps)
+        passes = under_way(layout, stage, one.micro_batches, model.layers_of_stage(layout, stage), one.overlaps)
         saved = of_experts * model.moe_layers(layout, stage) * passes
         return memory.total - saved + logits_memory(model, layout, stage, *batch, element_bytes)
 

@@ -178,12 +178,17 @@ def megatron_flags(case: Case, plan: Path | None) -> list[str]:
         "--micro-batch-size": settings.micro_batch,
         "--global-batch-size": settings.micro_batch * settings.micro_batches * site.layout.dp,
     }
-    flags = [*layout, "--moe-grouped-gemm", *DISTRIBUTED_OPTIMIZER, *RECOMPUTE_FLAGS[settings.recompute]]
+    flags = [*layout, *DISTRIBUTED_OPTIMIZER, *RECOMPUTE_FLAGS[settings.recompute]]
+    if settings.dtype != "fp32":  # Megatron-LM has grouped products of bf16 alone
+        flags.append("--moe-grouped-gemm")
+    if case.model.topk == 1:  # or Megatron refuses the router's softmax, which would always be 1
+        flags.append("--moe-router-pre-softmax")
     sizes |= pipeline_flags(case.model, site.layout)
     if settings.overlaps:
         flags.append(OVERLAP)
     if dense := case.model.dense_layers:
         sizes["--moe-layer-freq"] = f'"([0]*{dense}+[1]*{case.model.layers - dense})"'
+        sizes["--ffn-hidden-size"] = case.model.dense_ffn
     if case.model.shared_ffn:
         sizes["--moe-shared-expert-intermediate-size"] = case.model.shared_ffn
     if settings.capacity_factor is not None:

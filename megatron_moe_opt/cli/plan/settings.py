@@ -270,6 +270,12 @@ def _check(settings: PlanSettings, model: ModelShape, site: Site) -> None:
         )
     if settings.overlaps:
         _check_overlap(settings, site)
+    capacity = settings.capacity_factor
+    if capacity is not None and capacity * model.topk > model.experts:
+        raise ConfigurationError(
+            f"--capacity-factor {capacity:g} x top-k {model.topk} has {model.experts} experts padded to more rows than "
+            f"there are tokens: choose at most {model.experts / model.topk:g}"
+        )
     for sequence in settings.sequences:
         if not layout.cuts(sequence):
             raise ConfigurationError(
@@ -330,6 +336,10 @@ def check_model(model: ModelShape, layout: Layout) -> None:
     if model.dense_layers >= model.layers:
         raise ConfigurationError(
             f"--model: dense_layers {model.dense_layers} leaves no MoE layer of layers {model.layers}: choose fewer"
+        )
+    if model.dense_layers and not model.dense_ffn:
+        raise ConfigurationError(
+            f"--model: dense_layers {model.dense_layers} have a plain MLP, of no size: give dense_ffn, too"
         )
     if model.topk > model.experts:
         raise ConfigurationError(

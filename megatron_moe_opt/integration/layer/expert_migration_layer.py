@@ -64,9 +64,10 @@ def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> Expe
         return ExpertMigrationDispatcher(groups, chosen, config.num_moe_experts, config.moe_router_topk, options.wire)
     domains, (chunks,) = domains_of(options, workers), options.hop_chunks
     if chunks > 1 and not domains.hops:
+        smaller = ", or take smaller domains" if max(domains.sizes) > 1 else ""
         raise ConfigurationError(
             f"{PREFIX}chunks {chunks} cuts tokens that hop, and none does in {PREFIX}domain-sizes "
-            f"{shown(domains.sizes)}: drop it, or take smaller domains"
+            f"{shown(domains.sizes)}: drop it{smaller}"
         )
     return ExpertMigrationDispatcher(
         groups, domains, config.num_moe_experts, config.moe_router_topk, options.wire, chunks

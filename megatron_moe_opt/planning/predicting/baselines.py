@@ -19,13 +19,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from math import ceil
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import STOCK
 from megatron_moe_opt.planning.costs.domain_curves import curve_of, measured_curves
-from megatron_moe_opt.planning.predicting.expert_migration import hops
+from megatron_moe_opt.planning.predicting.hops import hop_passes
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.schedules.hops import level_of
 from megatron_moe_opt.schedules.monta import EP, EXPERT_TP, GATHERED, AllToAllAndGather, even_chunks
@@ -120,9 +122,9 @@ def deepep(layer: LayerOnCluster) -> Prediction:
         level = level_of(op.group)
         return layer.costs.overhead + curve_of(curves, op.kind, level, domains.domains(level)).seconds(op.size)
 
-    ways = hops(one.migration(layer.skew), domains)
-    at_once = [Timeline.of_times(way, [(0.0, seconds(op)) for op in way.ops]) for way in ways]
-    return layer.played("deepep", 2 * at_once)
+    ways = hop_passes(one, hop_partitions(one, layer.skew, layer.computed, [1], domains))
+    at_once = [Timeline.of_times(way, [(0.0, seconds(op)) for op in way.ops]) for way in chain.from_iterable(ways)]
+    return layer.played("deepep", at_once)
 
 
 def baselines(layer: LayerOnCluster) -> tuple[Prediction, ...]:

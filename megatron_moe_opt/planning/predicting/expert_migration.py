@@ -32,8 +32,7 @@ from megatron_moe_opt.planning.choosing.equal_times import TIE
 from megatron_moe_opt.planning.costs.domain_curves import Curves, curve_of
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import expert_migration as schedules
-from megatron_moe_opt.schedules.hops import HopBytes, HopStages, level_of, outline
-from megatron_moe_opt.schedules.schedule import CODEC, OF_EXPERTS, Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline, numbered, one_after_another
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 
@@ -169,11 +168,9 @@ def all_domains(layer: MigrationLayer, workers: tuple[int, ...]) -> tuple[Expert
 
 
 def least(choices: Sequence[DomainChoice]) -> DomainChoice:
-    """Returns the fastest; of equal ones that which holds fewest experts, then that of fewest chunks, then the first.
-    The same on every rank.
-    """
+    """Returns the fastest; of equal ones that which holds fewest experts, then the first. The same on every rank."""
     fastest = min(one.seconds for one in choices)
-    return min((one for one in choices if one.seconds <= fastest * TIE), key=lambda one: (one.holds, one.chunks))
+    return min((one for one in choices if one.seconds <= fastest * TIE), key=lambda one: one.holds)
 
 
 def exchange_seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> float:
@@ -202,44 +199,31 @@ def codec_seconds(layer: MigrationLayer, domains: ExpertDomains, op: Op, codec: 
     return codec(op.kind, layer.coded[collective] * part * op.size)
 
 
-def hops(layer: MigrationLayer, domains: ExpertDomains, chunks: int = 1) -> tuple[Schedule, Schedule]:
-    """Returns the schedules in which the tokens of a pass hop to their experts, and back, in so many equal chunks."""
-    hopping = HopBytes({level: int(layer.exchanged(domains, level) / chunks) for level in domains.hops})
-    way = HopStages(domains.levels, domains.hops)
-    out, back = (outline(word, way, chunks).sized([hopping] * chunks) for word in ("hop out", "hop back"))
-    return out, back
-
-
 def timelines(
     layer: MigrationLayer,
     domains: ExpertDomains,
-    curves: Curves,
+    ways: Sequence[tuple[Schedule, Schedule]],
     expert_seconds: Sequence[float],
-    codec: SecondsOfCodec,
-    overhead: float = 0.0,
-    chunks: int = 1,
+    cost: Callable[[Op], float],
     play: Callable[[Schedule, Callable[[Op], float]], Timeline] = simulate,
 ) -> list[Timeline]:
     """Returns each pass of the layer alone as the schedules that run it, one after another.
 
     Args:
+        ways: of each pass, how tokens hop to the experts, and back.
         expert_seconds: of the experts in each pass, as much as does not hide.
-        codec: what encoding and decoding takes.
-        overhead: seconds that tokens' copies, and collectives, take besides.
-        chunks: of the tokens that hop.
+        cost: seconds of an op that runs alone.
         play: plays a schedule, given what its ops take alone.
-
-    Raises:
-        ConfigurationError: a curve is missing.
     """
     found = []
-    out, back = hops(layer, domains, chunks)
-    for one, seconds in zip(layer.passes, expert_seconds, strict=True):
+    for one, way, seconds in zip(layer.passes, ways, expert_seconds, strict=True):
         forward = one.collective is Kind.ALL_GATHER
-        before, after = _of_experts(layer, domains, one)
-        experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
-        cost = _seconds_of_ops(layer, domains, curves, seconds, codec, overhead)
-        parts = [play(schedule, cost) for schedule in (*before, out, experts, back, *after) if schedule.ops]
+        out, back = (play(schedule, cost) for schedule in way)
+        before, after = ([play(schedule, cost) for schedule in part if schedule.ops]
+                         for part in _of_experts(layer, domains, one))  # fmt: skip
+        computes = Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE)
+        experts = Timeline.in_turn("experts", [(computes, seconds)])
+        parts = [part for part in (*before, out, experts, back, *after) if part.schedule.ops]
         found.append(one_after_another("forward" if forward else "backward", numbered(parts)))
     return found
 
@@ -265,25 +249,3 @@ def _of_experts(
     is_decoded = gathered.ops and Kind.ALL_GATHER in layer.coded
     decoded = [schedules.DECODED.sized([gathered.ops[-1].size])] if is_decoded else []
     return [gathered, *decoded], [returned]
-
-
-def _seconds_of_ops(
-    layer: MigrationLayer,
-    domains: ExpertDomains,
-    curves: Curves,
-    experts: float,
-    codec: SecondsOfCodec,
-    overhead: float,
-) -> Callable[[Op], float]:
-    """Returns what the ops of a pass cost; the bytes of rows that are permuted are counted with the rank's own work."""
-
-    def cost(op: Op) -> float:
-        if op.group is None:
-            if op.kind is Kind.PERMUTE:
-                return overhead if op.lane is not Lane.EXPERTS else 0.0
-            return experts if op.kind in OF_EXPERTS else codec_seconds(layer, domains, op, codec)
-        is_tokens, level = op.kind is Kind.ALL_TO_ALL, level_of(op.group)
-        ranks = domains.domains(level) if is_tokens else domains.sizes[level]
-        return overhead + curve_of(curves, op.kind, level, ranks).seconds(op.size)
-
-    return cost

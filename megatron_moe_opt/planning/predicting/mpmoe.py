@@ -8,10 +8,10 @@ from itertools import groupby
 from math import prod
 
 from megatron_moe_opt.planning.costs.cluster import OURS
-from megatron_moe_opt.planning.costs.curves import Costs
-from megatron_moe_opt.planning.costs.domain_curves import curve_of, measured_curves
+from megatron_moe_opt.planning.costs.domain_curves import measured_curves
 from megatron_moe_opt.planning.costs.link_bytes import LinkBytes
-from megatron_moe_opt.planning.predicting.expert_migration import codec_seconds, travelling
+from megatron_moe_opt.planning.predicting.expert_migration import travelling
+from megatron_moe_opt.planning.predicting.hops import HopSeconds
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.partitioned_rows import (
     activation_bytes,
@@ -23,7 +23,7 @@ from megatron_moe_opt.planning.predicting.partitioned_rows import (
 )
 from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction
 from megatron_moe_opt.schedules import parm
-from megatron_moe_opt.schedules.hops import HopStages, level_of
+from megatron_moe_opt.schedules.hops import HopStages
 from megatron_moe_opt.schedules.mpmoe import (
     HOPS,
     INPUT_GRADIENTS,
@@ -180,30 +180,6 @@ def costs_of(layer: LayerOnCluster, way: str, domains: ExpertDomains | None = No
         return layer.costs_with(holds=1)
     holds = 1 if domains is None else prod(domains.sizes)
     return HopSeconds(layer, layer.costs_with(holds), domains)
-
-
-class HopSeconds:
-    """The costs of ops where tokens hop: all-to-alls, and experts that travel, by their level; copies and sums of rows
-    as copies. What is done with travelling experts on a rank is counted elsewhere.
-    """
-
-    def __init__(self, layer: LayerOnCluster, costs: Costs, domains: ExpertDomains | None = None) -> None:
-        self._costs, self._domains = costs, domains or stationary(layer.workload.workers)
-        self._curves = measured_curves(layer.costs, layer.workload.workers)
-        self._copies = costs.curve(Op(Kind.COPY, Lane.COPY))
-        self._migration, self._codec = layer.workload.migration(layer.skew), layer.seconds_of_codec
-
-    def __call__(self, op: Op) -> float:
-        travels = op.lane is Lane.EXPERTS
-        if op.kind is Kind.PERMUTE and not travels:
-            return self._costs.overhead + self._copies.seconds(op.size)
-        if op.kind is not Kind.ALL_TO_ALL and not travels:
-            return self._costs(op)
-        if op.group is None:
-            return codec_seconds(self._migration, self._domains, op, self._codec)
-        level = level_of(op.group)
-        ranks = self._domains.sizes[level] if travels else self._domains.domains(level)
-        return self._costs.overhead + curve_of(self._curves, op.kind, level, ranks).seconds(op.size)
 
 
 def no_hops(layer: LayerOnCluster) -> str | None:

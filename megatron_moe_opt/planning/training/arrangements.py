@@ -44,9 +44,9 @@ def arrangements(
     """Yields all arrangements of a step that Megatron takes, without regard to memory.
 
     TP and expert-TP are powers of two inside a node. The number of pipeline stages divides the layers, or is a power of
-    two, where the last stage has fewer. Stages have no virtual stages, or as many as a power of two can be: fewer leave
-    more of a bubble, and hold more. With flash attention selective recomputation frees next to nothing, and is not
-    tried.
+    two, where the last stage has fewer. Stages have no virtual stages, or as many as divide their layers, or as a power
+    of two can be: fewer leave more of a bubble, and hold more. With flash attention selective recomputation frees next
+    to nothing, and is not tried.
 
     Args:
         node: GPUs of a node.
@@ -73,11 +73,13 @@ def arrangements(
 
 
 def _interleaved(model: ModelShape, layout: Layout) -> list[Layout]:
-    """Returns the layout without virtual stages, and with as many as there can be."""
+    """Returns the layout without virtual stages, and with as many as there can be, of equal size or a power of two."""
     if layout.pp == 1:
         return [layout]
-    most = max(vpp for vpp in _powers_of_two(-(-model.layers // layout.pp)) if model.fills(layout.pp * vpp))
-    return [replace(layout, vpp=vpp) for vpp in sorted({1, most})]
+    each = -(-model.layers // layout.pp)
+    equal = max(divisors(each)) if model.layers % layout.pp == 0 else 1
+    most = max(vpp for vpp in _powers_of_two(each) if model.fills(layout.pp * vpp))
+    return [replace(layout, vpp=vpp) for vpp in sorted({1, equal, most})]
 
 
 def _runs(one: Arrangement) -> bool:

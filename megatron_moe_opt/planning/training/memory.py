@@ -217,4 +217,5 @@ def training_memory(
         if recompute == "full":
             terms = {"layer input": element_bytes * micro_batch * sequence // layout.cp // layout.tp * model.hidden}
         activations += layers * sum(terms.values())
-    return replace(states, activations=float(activations * under_way(layout, stage, micro_batches, overlaps)))
+    passes = under_way(layout, stage, micro_batches, model.layers_of_stage(layout, stage), overlaps)
+    return replace(states, activations=float(activations * passes))

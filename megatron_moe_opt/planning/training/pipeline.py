@@ -47,11 +47,22 @@ def warm_up(layout: Layout, stage: int, overlaps: bool = False) -> int:
     return ahead + overlaps
 
 
-def under_way(layout: Layout, stage: int, micro_batches: int, overlaps: bool = False) -> float:
+def under_way(layout: Layout, stage: int, micro_batches: int, layers: int, overlaps: bool = False) -> float:
     """Returns how many micro-batches a stage holds the activations of at once, those in one of its virtual stages as
     a part each: virtual stages are taken to hold as much as each other.
+
+    A forward pass that runs beside a backward pass adds a layer as that lets one go, so that two layers are there
+    besides (Megatron's TransformerModelChunkSchedulePlan.run).
+
+    Args:
+        layers: of the stage, in all its virtual stages.
     """
-    return min(warm_up(layout, stage, overlaps) + 1, micro_batches * layout.vpp) / layout.vpp
+    held: float = warm_up(layout, stage, overlaps)
+    if overlaps:
+        held += min(1.0, 2 * layout.vpp / layers) if layers else 0.0
+    else:
+        held += 1
+    return min(held, micro_batches * layout.vpp) / layout.vpp
 
 
 def step_seconds(passes: StagePasses, layout: Layout, micro_batches: int) -> float:

@@ -44,14 +44,14 @@ def flops_per_token(model: ModelShape, sequence: int) -> float:
 
 def outside_experts(
     model: ModelShape, layout: Layout, device: GpuSpeed, micro_batch: int, sequence: int, besides: StepCosts
-) -> tuple[float, float]:
-    """Returns the seconds of a MoE layer outside its routed experts, forward and backward of a micro-batch: those of
-    attention with the router, and of shared experts.
+) -> float:
+    """Returns the seconds of a MoE layer outside its routed experts, forward and backward of a micro-batch: of
+    attention, router and shared experts, and what TP exchanges for them.
     """
     each = 6.0 * micro_batch * sequence / (layout.tp * layout.cp) / (device.peak_flops * device.efficiency)
     shared = model.mlp_matrices(model.shared_ffn)
-    attention = model.layer_matrices() - model.expert_matrices - shared + sequence * model.query_size
-    return each * attention + besides.block, each * shared + (shared > 0) * besides.block
+    matrices = model.layer_matrices() - model.expert_matrices + sequence * model.query_size
+    return each * matrices + (1 + (shared > 0)) * besides.block
 
 
 def throughput(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -26,13 +27,26 @@ class HopPlans:
     chunks: tuple[HopPlan, ...]
     num_gathered: int
     """Rows of the experts held here, of all chunks."""
+    bounds: dict[str, list[int]] = field(default_factory=dict)
+    """Where the rows of each chunk begin in a buffer, and where the last ones end, by the buffer's name."""
 
     arrives_sorted: ClassVar[bool] = False
 
     @cached_property
+    def of_experts(self) -> torch.Tensor:
+        """Returns the rows of each expert held here, chunk by chunk, int64 [chunks, experts] on the CPU."""
+        return torch.stack([plan.tokens_per_expert for plan in self.chunks])
+
+    @cached_property
     def tokens_per_expert(self) -> torch.Tensor:
         """Returns the rows of each expert held here, of all chunks, int64 on the CPU."""
-        return torch.stack([plan.tokens_per_expert for plan in self.chunks]).sum(0)
+        return self.of_experts.sum(0)
+
+    @property
+    def first(self) -> torch.Tensor:
+        """Returns where each chunk's rows of each expert begin among those of all chunks, int64 [chunks, experts]."""
+        whole = self.tokens_per_expert
+        return (whole.cumsum(0) - whole) + (self.of_experts.cumsum(0) - self.of_experts)
 
 
 @dataclass
@@ -70,17 +84,21 @@ class HopsInChunks:
         """Returns the rows that a buffer has to hold; of `parts`, for one chunk."""
         if buffer == "sorted":
             return plan.num_gathered
-        numbers = self._numbers(buffer, plan)
-        return numbers[chunk] if buffer == "parts" else sum(numbers)
+        bounds = self._bounds(buffer, plan)
+        return bounds[chunk + 1] - bounds[chunk] if buffer == "parts" else bounds[-1]
 
-    def _numbers(self, buffer: str, plan: HopPlans) -> list[int]:
-        return [way.num_rows(buffer, own, 0) for way, own in zip(self.chunks, plan.chunks, strict=True)]
+    def _bounds(self, buffer: str, plan: HopPlans) -> list[int]:
+        if buffer not in plan.bounds:
+            numbers = (way.num_rows(buffer, own, 0) for way, own in zip(self.chunks, plan.chunks, strict=True))
+            plan.bounds[buffer] = list(accumulate(numbers, initial=0))
+        return plan.bounds[buffer]
 
     def _part(self, rows: torch.Tensor, buffer: str, plan: HopPlans, chunk: int) -> torch.Tensor:
-        if base_name(buffer) == "parts":
+        name = base_name(buffer)
+        if name == "parts":
             return rows
-        numbers = self._numbers(base_name(buffer), plan)
-        return rows.narrow(0, sum(numbers[:chunk]), numbers[chunk])
+        begin, end = self._bounds(name, plan)[chunk : chunk + 2]
+        return rows.narrow(0, begin, end - begin)
 
     def outbound(self, prob_dtype: torch.dtype | None) -> Layout:
         """Returns the layout of rows [R, W] on their way to the experts."""

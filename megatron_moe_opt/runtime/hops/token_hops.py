@@ -154,7 +154,9 @@ class TokenHops:
         return tuple(Exchange(way, plan) for way, plan in zip(ways, plans, strict=True))
 
     def exchange(self, counts: torch.Tensor, rows: HoppingRows) -> Exchange[HopPlan] | Exchange[HopPlans]:
-        """Returns who sends which rows to whom, all parts in one exchange. `counts` as of `exchanges`."""
+        """Returns who sends which rows to whom, all parts of a rank's own tokens in one exchange. `counts` as of
+        `exchanges`.
+        """
         if len(rows.parts) == 1:
             (whole,) = self.exchanges(counts, rows)
             return whole
@@ -165,12 +167,10 @@ class TokenHops:
         self, facts: RowFacts, chunks: Sequence[int], plans: tuple[HopPlan, ...], device: torch.device
     ) -> Exchange[HopPlans]:
         """Returns the exchange of chunks of so many tokens of this rank's, by these plans."""
-        of_experts = torch.stack([plan.tokens_per_expert for plan in plans])  # [chunks, experts held here]
-        together = of_experts.sum(0)
-        first = (together.cumsum(0) - together) + (of_experts.cumsum(0) - of_experts)
-        firsts = to_device(first, device) if len(plans) > 1 else [None]
+        of_all = HopPlans(plans, sum(plan.num_gathered for plan in plans))
+        firsts = to_device(of_all.first, device) if len(plans) > 1 else [None]
         ways = [self._way(facts, of_chunk, device, first=first) for of_chunk, first in zip(chunks, firsts, strict=True)]
-        return Exchange(HopsInChunks(ways), HopPlans(plans, sum(plan.num_gathered for plan in plans)))
+        return Exchange(HopsInChunks(ways), of_all)
 
     def _plans(self, counts: torch.Tensor, rows: HoppingRows) -> tuple[HopPlan, ...]:
         return self.plan(counts.view(self.experts.ep_size, self.experts.etp_size, 1, len(rows.parts), -1))
