@@ -402,7 +402,8 @@ def _domain_choices(
         rows, holds = one.rows_of(layer.skew.computed(domains)), prod(domains.sizes)
         exchange = expert_migration.exchange_seconds(migration, domains, curves)
         of_passes = [
-            seconds - layer.skew.hidden(domains, exchange, seconds) for seconds in layer.seconds_of_experts(rows, holds)
+            max(seconds - layer.skew.hidden(domains, exchange, seconds), 0.0)
+            for seconds in layer.seconds_of_experts(rows, holds)
         ]
         copied = layer.seconds_to_copy(layer.bytes_of_copies(holds))
         copies = Timeline.in_turn("experts copied", [(Op(Kind.COPY, Lane.COMPUTE), copied)])

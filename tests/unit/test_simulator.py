@@ -76,6 +76,13 @@ def test_busy_neighbours_slow_an_op_down_while_they_run():
     assert _times(simulate(schedule, _seconds, slowdown)) == [(0, 4), (0, 5.75), (0, 2)]
 
 
+def test_an_op_that_rounding_has_take_less_than_nothing_ends():
+    schedule = Schedule("experts", (Op(Kind.COMPUTE, Lane.COMPUTE), Op(Kind.ALL_TO_ALL, Lane.INTER, group="ep")))
+    seconds = {Lane.COMPUTE: -3e-18, Lane.INTER: 1.0}
+    played = simulate(schedule, lambda op: seconds[op.lane], {(Lane.COMPUTE, Lane.INTER): 0.5})
+    assert played.seconds == pytest.approx(1.0)
+
+
 def test_a_slowdown_is_of_the_first_lane_only():
     schedule = Schedule("side by side", (_compute(Lane.INTER, 4), _compute(Lane.INTRA, 4)))
     assert _times(simulate(schedule, _seconds, {(Lane.INTER, Lane.INTRA): 0.5})) == [(0, 6), (0, 4)]

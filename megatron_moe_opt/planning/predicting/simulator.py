@@ -147,7 +147,7 @@ def _play_disturbed(order: Order, seconds: Sequence[float], slowdown: Slowdown) 
         now += step
         for lane, pace in zip(running, paces, strict=True):
             work = left[lane] - step * pace
-            if work > 1e-12 * seconds[queues[lane][-1]]:  # rounding must not leave a rest that is an event of its own
+            if work > 1e-12 * abs(seconds[queues[lane][-1]]):  # rounding must not leave a rest that never ends
                 left[lane] = work
             else:
                 ends[queues[lane].pop()] = now
