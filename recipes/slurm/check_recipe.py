@@ -26,7 +26,7 @@ from unittest import mock
 from recipe import Flags, Recipe, read_recipe
 
 import megatron_moe_opt
-from megatron_moe_opt.cli.plan.case import FITS
+from megatron_moe_opt.cli.plan.case import fits_part
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.costs.known_clusters import GIB
@@ -116,11 +116,14 @@ def check(recipe: Recipe, megatron_lm: Path | None = None) -> Report:
         raise ConfigurationError(f"Megatron refuses the configuration: {error}") from error
     memory, logits = _memory(recipe, layout, micro_batches)
     needed = 0 if memory is None else memory.total + logits
-    if needed > FITS * recipe.gpu_memory * GIB:
+    overlaps = OVERLAP in recipe.flags
+    part = fits_part(overlaps)
+    if needed > part * recipe.gpu_memory * GIB:
+        less = f"or leave out {OVERLAP}" if overlaps else "or --recompute-granularity full"
         raise ConfigurationError(
             f"a rank of {layout.world} needs {needed / GIB:.0f} GiB, and a GPU has {recipe.gpu_memory} (gpu_memory), "
-            f"of which {1 - FITS:.0%} are left for what is not counted: take more nodes, more of "
-            "--pipeline-model-parallel-size, or --recompute-granularity full"
+            f"of which {1 - part:.0%} are left for what is not counted: take more nodes, more of "
+            f"--pipeline-model-parallel-size, {less}"
         )
     return Report(recipe, layout, micro_batches, memory, logits)
 

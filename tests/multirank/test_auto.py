@@ -559,8 +559,9 @@ def test_a_plan_runs_from_the_first_step_and_is_tried(ranks, tmp_path):
     seconds = {name: 1.0 if name in ("alltoall", "monta:O1") else 1.0 - 0.1 * int(name[-1]) for name in CANDIDATES}
     seconds["allgather"] = 1.0
     answers = ranks.run(
-        train, steps=30, options=options, sizes={"ep": 4}, seconds=seconds, moe_token_dispatcher_type="auto"
-    )
+        train, steps=30, options=options, sizes={"ep": 4}, seconds=seconds, most_steps=30,
+        moe_token_dispatcher_type="auto",
+    )  # fmt: skip
     for answer in answers:
         assert answer["planned"] == "mpmoe:2"
         assert answer["tried"] == sorted(seconds)  # 6 of them at first; then 6 and 7 partitions, next to the fastest

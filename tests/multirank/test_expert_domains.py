@@ -76,7 +76,7 @@ def test_domains_are_chosen_by_tokens_and_experts(ranks, tmp_path):
 def test_compressed_gradients_make_experts_travel(ranks, tmp_path):
     profile = save(tmp_path / "cluster.json")
     for ratio, sizes in ((None, (1, 1)), (8.0, (2, 1))):
-        answers = ranks.run(chosen_and_said, profile=profile, numbers=(200,), ratio=ratio)
+        answers = ranks.run(chosen_and_said, profile=profile, numbers=(300,), ratio=ratio)
         assert all([domains for domains, _ in found] == [sizes] for found, _ in answers)
         assert ("has not measured the codec, which is counted as copies" in answers[0][1]) == (ratio is not None)
 

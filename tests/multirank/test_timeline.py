@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
-from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.costs.domain_curves import KINDS, profile_name, realisable_groups
 from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.layer_passes import PASSES
 from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.schedules.hops import HopBytes, HopStages, outline
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.domains import ExpertDomains
 from tests.ranks.commands import CURVES, group_of_the_pool
@@ -203,9 +203,13 @@ def test_the_ops_that_ran_are_those_that_are_simulated(ranks, ratio):
 
     coded = dict.fromkeys((Kind.ALL_GATHER, Kind.REDUCE_SCATTER), ratio) if ratio else {}
     layer = expert_migration.MigrationLayer.alone(48, 32, 2, 2, 8192, 8192, coded=coded)
-    groups = [(kind, level, 2) for kind in KINDS for level in range(2)]
-    curves = {group: CostCurve(((1000, 1.0),)) for group in groups}
-    expert_migration.timelines(layer, ExpertDomains((2, 2), (2, 1)), curves, (0.0, 0.0), lambda *_: 0.0, play=play)
+    way = HopStages(2, (1,))
+    ways = [tuple(outline(word, way).sized([HopBytes({1: 8})]) for word in ("hop out", "hop back"))] * 2
+    passes = expert_migration.timelines(
+        layer, ExpertDomains((2, 2), (2, 1)), ways, (1.0, 1.0), lambda op: 1.0, play
+    )  # each hop is played before what travels beside it
+    kinds = [[span.op.kind for span in one.spans if span.op.kind in KINDS] for one in passes]
+    assert kinds == [[Kind.ALL_GATHER, *[Kind.ALL_TO_ALL] * 2], [*[Kind.ALL_TO_ALL] * 2, Kind.REDUCE_SCATTER]]
     compression = {"compression_ratio": ratio, "gradient_compression_ratio": ratio} if ratio else {}
 
     def comparable(schedule):
@@ -216,9 +220,7 @@ def test_the_ops_that_ran_are_those_that_are_simulated(ranks, ratio):
         ran = [comparable(timeline.schedule) for timeline in step.timelines]
         out, back, back_out, back_back, gathered, *decoded, returned = ran
         assert len(decoded) == (ratio is not None)
-        compute = [schedule for schedule in played if schedule.name == "experts"]
-        in_order = [gathered, *decoded, out, compute[0], back, back_out, compute[1], back_back, returned]
-        assert [comparable(one) if one not in compute else one for one in played] == in_order
+        assert list(map(comparable, played)) == [out, back, gathered, *decoded, back_out, back_back, returned]
 
 
 def test_where_no_token_hops_only_experts_travel(ranks):

@@ -79,7 +79,6 @@ ELSEWHERE = (
     Elsewhere(f"torchrun -m {MOE_OPT} profile", "measures several ranks", "tests/multirank/test_profile.py"),
     Elsewhere(f"torchrun -m {MOE_OPT} timeline", "runs on several ranks", "tests/multirank/test_timeline.py"),
     Elsewhere(f"torchrun -m {MOE_OPT} trace record", "trains", "tests/system/test_quickstart.py"),
-    Elsewhere(f"python -m {MOE_OPT} trace record", "trains for minutes", "tests/system/test_quickstart.py"),
     Elsewhere(f"torchrun -m {LAUNCH}", "trains a checkout of Megatron-LM", "tests/system/test_megatron_lm.py"),
     Elsewhere(f"python -m {LAUNCH}", "trains a checkout of Megatron-LM", "tests/system/test_megatron_lm.py"),
     Elsewhere("--moe-token-dispatcher-type", "ends the command of a training", "tests/system/test_megatron_lm.py"),
