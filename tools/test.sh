@@ -2,7 +2,7 @@
 # The test command: installs what it needs into .venv, then style, CUDA compile check, all tests, and a cross-section of
 # them on the newest supported Megatron whose Python is here.
 #
-#   bash tools/test.sh                 everything (15 to 22 minutes on 2 cores, 37 on slow ones, installation included)
+#   bash tools/test.sh                 everything (13 to 22 minutes on 2 cores, 37 on slow ones, installation included)
 #   bash tools/test.sh --sanitizers    also the C++ tests under ASan, UBSan and TSan
 set -euo pipefail
 CDPATH='' cd "$(dirname "$0")/.."
