@@ -157,12 +157,15 @@ def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
         return file
 
     profile = found_by_first(save, dist.group.WORLD)
+    workers = levels_of_layout(world.layout, world.nodes)
+    uncut = [f"expert-migration:{'x'.join('1' * len(workers))}"] if one.expert_tp == 1 else []  # a single system
+    chooser = AutoChooser((*IN_PARTITIONS, *uncut))
     with parallel_layer(one.tp, one.ep, one.expert_tp, one.seed):
         settings = replace(one, tokens=point.tokens, routing=point.routing, profile=profile)
-        by_plan, by_trials = measure(settings, one.ep, cluster, [point.tokens], AutoChooser(IN_PARTITIONS), device)
+        by_plan, by_trials = measure(settings, one.ep, cluster, [point.tokens], chooser, device)
         balance = routing_balance(settings, one.ep, device)
         alone, processors = alone_and_processors(settings, by_trials.best, device)
-    workload = workload_of(settings, one.ep, balance, levels_of_layout(world.layout, world.nodes))
+    workload = workload_of(settings, one.ep, balance, workers)
     wire, inside, experts = limits(workload, cluster)
     in_partitions, partitions = partitions_by_profile(workload, cluster)
     return Found(
