@@ -36,6 +36,8 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.schedules.mpmoe import HOPS, NONE, PARTITIONS, token_shares
 from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION
+from megatron_moe_opt.systems.expert_migration import domain_word
 from megatron_moe_opt.systems.mpmoe import MPMOE, MpmoeOptions
 from tools.papers.published import head, row
 from tools.points import Links, found_at, run
@@ -158,7 +160,7 @@ def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
 
     profile = found_by_first(save, dist.group.WORLD)
     workers = levels_of_layout(world.layout, world.nodes)
-    uncut = [f"expert-migration:{'x'.join('1' * len(workers))}"] if one.expert_tp == 1 else []  # a single system
+    uncut = [f"{MIGRATION}:{domain_word((1,) * len(workers))}"] if one.expert_tp == 1 else []  # a single system
     chooser = AutoChooser((*IN_PARTITIONS, *uncut))
     with parallel_layer(one.tp, one.ep, one.expert_tp, one.seed):
         settings = replace(one, tokens=point.tokens, routing=point.routing, profile=profile)

@@ -22,7 +22,7 @@ from megatron_moe_opt.planning.training.memory import (
     training_memory,
 )
 from megatron_moe_opt.planning.training.model import ModelShape
-from megatron_moe_opt.planning.training.pipeline import under_way, warm_up
+from megatron_moe_opt.planning.training.pipeline import under_way, unpaired
 from megatron_moe_opt.planning.training.step_costs import StepCosts, communication
 from megatron_moe_opt.planning.training.throughput import Throughput, outside_experts, throughput
 from megatron_moe_opt.row_format import Wire, narrower
@@ -109,8 +109,7 @@ class Case:
     def _alone(self) -> float:
         """Returns the part of a step's passes that run beside no other where micro-batches overlap."""
         layout, micro_batches = self.site.layout, self.settings.micro_batches
-        passes = micro_batches * layout.vpp
-        return min(warm_up(layout, layout.pp - 1, self.settings.overlaps), passes) / passes
+        return unpaired(layout, micro_batches, self.settings.overlaps) / (micro_batches * layout.vpp)
 
     @cached_property
     def stock(self) -> Prediction | None:

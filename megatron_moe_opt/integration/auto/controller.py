@@ -332,11 +332,8 @@ class Controller:
         self._note_stock()
 
     def _note_stock(self) -> None:
-        running: dict[int, tuple[Any, list[str]]] = {}
-        for layer in self.layers:
-            running.setdefault(id(layer.layer.config), (layer.layer.config, []))[1].append(layer.current)
-        for config, variants in running.values():
-            note_stock(config, all(variant == ALLTOALL for variant in variants))
+        for config in {id(one.layer.config): one.layer.config for one in self.layers}.values():
+            note_stock(config, all(one.current == ALLTOALL for one in self.layers if one.layer.config is config))
 
     def _run_only(self, variant: str, layers: Sequence[PlannedLayer]) -> None:
         """Has the layers run a variant and forget all others: a collective call."""

@@ -65,6 +65,11 @@ def under_way(layout: Layout, stage: int, micro_batches: int, layers: int, overl
     return min(held, micro_batches * layout.vpp) / layout.vpp
 
 
+def unpaired(layout: Layout, micro_batches: int, overlaps: bool) -> int:
+    """Returns how many of a step's passes of virtual stages run beside no other on the last stage."""
+    return min(warm_up(layout, layout.pp - 1, overlaps), micro_batches * layout.vpp)
+
+
 def step_seconds(passes: StagePasses, layout: Layout, micro_batches: int) -> float:
     """Returns the seconds of all micro-batches, as the last stage sees them: it waits for its first pass until that
     has come through the other stages, runs forward passes alone, then one forward beside one backward pass each, then
@@ -79,6 +84,5 @@ def step_seconds(passes: StagePasses, layout: Layout, micro_batches: int) -> flo
         alone, beside = max(alone, passes.between), max(beside, passes.between)
     else:
         alone, beside = alone + passes.between, beside + passes.between
-    of_all = micro_batches * layout.vpp
-    unpaired = min(warm_up(layout, layout.pp - 1, overlaps=beside < alone), of_all)
-    return filling + unpaired * alone + (of_all - unpaired) * beside
+    of_all, by_themselves = micro_batches * layout.vpp, unpaired(layout, micro_batches, overlaps=beside < alone)
+    return filling + by_themselves * alone + (of_all - by_themselves) * beside
