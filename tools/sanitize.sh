@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds with sanitizers and runs: the C++ tests of the kernels, the placement solver and the executor (tests/cpp), and
-# 100,000 random calls of the Python extension (tests/unit/extension_fuzz.py).
+# 100,000 random calls of the Python extension (tests/unit/kernels/extension_fuzz.py).
 #
 #   bash tools/sanitize.sh                      AddressSanitizer + UndefinedBehaviorSanitizer, then ThreadSanitizer
 #   bash tools/sanitize.sh address,undefined    one set of sanitizers only
@@ -35,6 +35,6 @@ for sanitizers in "${sets[@]}"; do
     # AddressSanitizer looks for what throws exceptions when it starts.
     LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" \
       ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-      python3 -m tests.unit.extension_fuzz --calls "$calls" --seed "${SEED:-1}" --extension "$build"/_C.*.so
+      python3 -m tests.unit.kernels.extension_fuzz --calls "$calls" --seed "${SEED:-1}" --extension "$build"/_C.*.so
   fi
 done

@@ -13,7 +13,6 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import ALL, AUTO, FROM_0, FROM_0_OR_ALL, LIST, RATIO, one_of, or_auto
 from megatron_moe_opt.planning.choosing.equal_times import fewest_of_equal
 from megatron_moe_opt.planning.costs.cluster import OURS, Cluster
-from megatron_moe_opt.planning.costs.domain_curves import measured_curves
 from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.expert_migration import DomainChoice
 from megatron_moe_opt.planning.predicting.hops import HopSeconds, hop_passes
@@ -395,7 +394,7 @@ def _domain_choices(
     cut while that gains.
     """
     one = layer.workload
-    curves, migration = measured_curves(layer.costs, one.workers), one.migration(layer.skew)
+    curves, migration = layer.domain_curves, one.migration(layer.skew)
     edge = Timeline.in_turn("one after another", ((op, layer.costs(op)) for op in layer.edge))
     local = layer.local_timeline(OURS, migration.tokens)
     for domains in expert_migration.all_domains(migration, one.workers):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
-from megatron_moe_opt.planning.costs.domain_curves import has_curves, measured_curves
+from megatron_moe_opt.planning.costs.domain_curves import has_curves
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.mpmoe import PartitionedLayer, no_hops, no_joint
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
@@ -343,9 +343,8 @@ def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[Ex
     one, sizes = layer.workload, options.domain_sizes
     if sizes != AUTO:
         return [domains_of(options, one.workers) if max(sizes or (1,)) > 1 else None]
-    curves = measured_curves(layer.costs, one.workers)
     found = [domains for domains in realisable(one.workers) if one.etp == 1 and prod(domains.sizes) > 1]
-    return [None, *(domains for domains in found if has_curves(curves, domains))]
+    return [None, *(domains for domains in found if has_curves(layer.domain_curves, domains))]
 
 
 _CANNOT: Mapping[str, Callable[[LayerOnCluster], str | None]] = {ROWS: lambda _: None, HOPS: no_hops, JOINT: no_joint}

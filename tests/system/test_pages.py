@@ -53,25 +53,29 @@ ELSEWHERE = (
     Elsewhere("bash recipes/quickstart.sh", "installs and trains for minutes", "tests/system/test_quickstart.py"),
     Elsewhere("bash recipes/train_and_compare.sh", "trains for minutes", "tests/system/test_quickstart.py"),
     Elsewhere("python recipes/pretrain_moe_gpt.py", "trains on several ranks", "tests/system/test_recipe_jobs.py"),
-    Elsewhere("python recipes/loss_budget.py", "trains several times", "tests/unit/test_loss_budget.py"),
+    Elsewhere("python recipes/loss_budget.py", "trains several times", "tests/unit/recipes/test_loss_budget.py"),
     Elsewhere("bash tools/test.sh", "runs this test", "tools/test.sh"),
     Elsewhere("python -m pytest", "is a part of the test command", "tools/test.sh"),
     Elsewhere("bash tools/check_cuda_compiles.sh", "is a part of the test command", "tools/test.sh"),
     Elsewhere("bash tools/wheels.sh", "compiles", "tests/system/test_package.py"),
     Elsewhere("pip install", "installs into the environment that runs this", "tests/system/test_package.py"),
     Elsewhere("bash recipes/slurm/submit.sh", "queues a job", "tests/slurm/test_jobs.py"),
-    Elsewhere("python recipes/slurm/check_recipe.py", "asks for a checkout", "tests/unit/test_recipes.py"),
-    Elsewhere("$PYTHON recipes/slurm/check_recipe.py", "asks for a checkout", "tests/unit/test_recipes.py"),
-    Elsewhere(SEARCH, "searches layouts for seconds", "tests/unit/test_plan_command.py"),
-    Elsewhere("bash tools/gpu_check.sh", "needs GPUs", "tests/unit/test_gpu_node.py"),
-    Elsewhere("python -m tools.gpu_training", "needs a checkout, and GPUs", "tests/unit/test_gpu_training.py"),
+    Elsewhere("python recipes/slurm/check_recipe.py", "asks for a checkout", "tests/unit/recipes/test_recipes.py"),
+    Elsewhere("$PYTHON recipes/slurm/check_recipe.py", "asks for a checkout", "tests/unit/recipes/test_recipes.py"),
+    Elsewhere(SEARCH, "searches layouts for seconds", "tests/unit/cli/test_plan_command.py"),
+    Elsewhere("bash tools/gpu_check.sh", "needs GPUs", "tests/unit/tools/test_gpu_node.py"),
+    Elsewhere("python -m tools.gpu_training", "needs a checkout, and GPUs", "tests/unit/tools/test_gpu_training.py"),
     Elsewhere("python tools/netbox.py", "needs root and shaped links", "tests/system/test_netbox.py"),
     Elsewhere("sudo python tools/netbox.py", "needs root and shaped links", "tests/system/test_netbox.py"),
-    Elsewhere("python -m tools.feature_matrix", "needs a checkout, and hours", "tests/unit/test_feature_matrix.py"),
-    Elsewhere("python -m tools.megatron_names", "needs a checkout", "tests/unit/test_guards.py"),
-    Elsewhere("python -m tools.data_centres", "takes minutes at the page's sizes", "tests/unit/test_data_centres.py"),
+    Elsewhere(
+        "python -m tools.feature_matrix", "needs a checkout, and hours", "tests/unit/tools/test_feature_matrix.py"
+    ),
+    Elsewhere("python -m tools.megatron_names", "needs a checkout", "tests/unit/tools/test_guards.py"),
+    Elsewhere(
+        "python -m tools.data_centres", "takes minutes at the page's sizes", "tests/unit/tools/test_data_centres.py"
+    ),
     Elsewhere("python -m tools.papers", "is asserted line by line there", "tests/papers/test_published_numbers.py"),
-    Elsewhere("python -m tools.bench_kernels", "times kernels", "tests/unit/test_cli.py"),
+    Elsewhere("python -m tools.bench_kernels", "times kernels", "tests/unit/cli/test_cli.py"),
     Elsewhere("torchrun -m tools.bench_choice", "times several ranks", "tests/multirank/test_choice.py"),
     Elsewhere("torchrun -m tools.bench_memory", "measures several ranks", "tests/multirank/test_mpmoe_memory.py"),
     Elsewhere("torchrun tools/telemetry_overhead.py", "times several ranks", "tests/multirank/test_telemetry.py"),
@@ -82,12 +86,14 @@ ELSEWHERE = (
     Elsewhere(f"torchrun -m {LAUNCH}", "trains a checkout of Megatron-LM", "tests/system/test_megatron_lm.py"),
     Elsewhere(f"python -m {LAUNCH}", "trains a checkout of Megatron-LM", "tests/system/test_megatron_lm.py"),
     Elsewhere("--moe-token-dispatcher-type", "ends the command of a training", "tests/system/test_megatron_lm.py"),
-    Elsewhere("source", "is a site's own", "tests/unit/test_recipes.py"),
-    Elsewhere("module", "is a site's own", "tests/unit/test_recipes.py"),
-    Elsewhere("export", "is a site's own", "tests/unit/test_recipes.py"),
+    Elsewhere("source", "is a site's own", "tests/unit/recipes/test_recipes.py"),
+    Elsewhere("module", "is a site's own", "tests/unit/recipes/test_recipes.py"),
+    Elsewhere("export", "is a site's own", "tests/unit/recipes/test_recipes.py"),
 )
 NEEDS_BRIDGE = "qwen3_30b_a3b_pretrain_config"
-"""A recipe of Megatron-Bridge, which is not installed here; tests/unit/test_registry.py calls `register` alike."""
+"""A recipe of Megatron-Bridge, which is not installed here; `register` is called alike in
+tests/unit/integration/test_registry.py.
+"""
 
 
 def _name(page: Path) -> str:

@@ -149,7 +149,7 @@ def test_a_profile_of_another_layer_is_named(monkeypatch, capsys):
     from dataclasses import replace
 
     from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-    from tests.unit.test_cluster_file import CLUSTER
+    from tests.unit.planning.test_cluster_file import CLUSTER
 
     monkeypatch.setattr(say, "_said", set())
     cluster = replace(CLUSTER, warnings=())

@@ -19,7 +19,7 @@ from megatron_moe_opt.runtime.rows.row_layout import Payload
 from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.topology.domains import stationary
 from megatron_moe_opt.variants import kind_of, split_variant, whole_variant
-from tests.unit.test_planner import LAYER, cluster
+from tests.unit.planning.test_planner import LAYER, cluster
 
 FP8, BF16 = WireFormat.FP8, WireFormat.BF16
 

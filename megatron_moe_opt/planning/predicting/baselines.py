@@ -24,7 +24,7 @@ from math import ceil
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import STOCK
-from megatron_moe_opt.planning.costs.domain_curves import curve_of, measured_curves
+from megatron_moe_opt.planning.costs.domain_curves import curve_of
 from megatron_moe_opt.planning.predicting.hops import hop_passes
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions
@@ -83,7 +83,7 @@ def fastermoe(layer: LayerOnCluster, ranks: int = GROUP) -> Prediction:
     groups = one.ep // ranks
     if groups < 2 or one.etp > 1:
         return replace(fastmoe(layer), variant="fastermoe")
-    domains, curves = stationary(one.workers), measured_curves(layer.costs, one.workers)
+    domains, curves = stationary(one.workers), layer.domain_curves
     home = domains.location(0)
     levels = []
     for group in range(groups):
@@ -114,7 +114,7 @@ def deepep(layer: LayerOnCluster) -> Prediction:
     one = layer.workload
     if one.etp > 1:
         raise ConfigurationError("experts that are cut have no such exchange")
-    domains, curves = stationary(one.workers), measured_curves(layer.costs, one.workers)
+    domains, curves = stationary(one.workers), layer.domain_curves
 
     def seconds(op: Op) -> float:
         if op.kind is not Kind.ALL_TO_ALL:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_moe_opt.planning.costs.curves import Costs
-from megatron_moe_opt.planning.costs.domain_curves import curve_of, measured_curves
+from megatron_moe_opt.planning.costs.domain_curves import curve_of
 from megatron_moe_opt.planning.predicting.expert_migration import codec_seconds
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
@@ -44,7 +44,7 @@ class HopSeconds:
 
     def __init__(self, layer: LayerOnCluster, costs: Costs, domains: ExpertDomains | None = None) -> None:
         self._costs, self._domains = costs, domains or stationary(layer.workload.workers)
-        self._curves = measured_curves(layer.costs, layer.workload.workers)
+        self._curves = layer.domain_curves
         self._copies = costs.curve(Op(Kind.COPY, Lane.COPY))
         self._migration, self._codec = layer.workload.migration(layer.skew), layer.seconds_of_codec
 

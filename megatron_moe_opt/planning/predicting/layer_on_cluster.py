@@ -10,6 +10,7 @@ from itertools import combinations
 
 from megatron_moe_opt.planning.costs.cluster import OURS, Cluster
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.costs.domain_curves import Curves, measured_curves
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.costs.link_bytes import LinkBytes
 from megatron_moe_opt.planning.predicting.layer_passes import Pass, training_passes
@@ -71,6 +72,11 @@ class LayerOnCluster:
         """The rows of every rank whose experts, evenly loaded, would take as long."""
         self._best_rates: dict[Lane, tuple[float, float]] = {}
         self.activation_bytes = activation_bytes(workload, workload.rows, 1, NONE)
+
+    @cached_property
+    def domain_curves(self) -> Curves:
+        """Returns what collectives take on this layer's network levels, as far as they were measured."""
+        return measured_curves(self.costs, self.workload.workers)
 
     def costs_with(self, holds: int) -> Costs:
         """Returns the costs of all ops, the experts' too, where a rank's rows are spread over the experts of `holds`

@@ -8,7 +8,6 @@ from itertools import groupby
 from math import prod
 
 from megatron_moe_opt.planning.costs.cluster import OURS
-from megatron_moe_opt.planning.costs.domain_curves import measured_curves
 from megatron_moe_opt.planning.costs.link_bytes import LinkBytes
 from megatron_moe_opt.planning.predicting.expert_migration import travelling
 from megatron_moe_opt.planning.predicting.hops import HopSeconds
@@ -187,7 +186,7 @@ def no_hops(layer: LayerOnCluster) -> str | None:
     one = layer.workload
     if not one.workers:
         return "the network levels of the expert-parallel group are not known"
-    domains, curves = stationary(one.workers), measured_curves(layer.costs, one.workers)
+    domains, curves = stationary(one.workers), layer.domain_curves
     for level in range(domains.levels):
         ranks = domains.domains(level)
         if ranks > 1 and (Kind.ALL_TO_ALL, level, ranks) not in curves:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
 
 import prepare_text  # noqa: E402
 from prepare_text import END_OF_DOCUMENT, main, prepare  # noqa: E402

@@ -9,7 +9,7 @@ from megatron_moe_opt.schedules.mpmoe import NONE, PartitionRows, RowBytes, by_r
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, OF_EXPERTS, Kind
 from tools.compositions import chunked, tables
 
-PAGE = Path(__file__).parents[2] / "docs" / "compositions.md"
+PAGE = Path(__file__).parents[3] / "docs" / "compositions.md"
 
 
 def test_the_tables_of_the_docs_are_what_comes_out():

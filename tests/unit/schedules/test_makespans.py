@@ -19,7 +19,7 @@ from tests.accelerator.software import Queues
 from tests.schedule_checks import validate
 
 SCHEDULES = dict(all_schedules())
-DOCS = Path(__file__).parents[2] / "docs" / "makespans.md"
+DOCS = Path(__file__).parents[3] / "docs" / "makespans.md"
 
 
 def test_one_queue_costs_nothing_without_experts_and_little_with_them(software_executor):

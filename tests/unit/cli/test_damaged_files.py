@@ -1,5 +1,5 @@
 """Files that commands and training read, damaged at random: each is read, or refused in one printable sentence with its
-name. The long form, `python -m tests.unit.test_damaged_files N SEED`, tries N damages of each file.
+name. The long form, `python -m tests.unit.cli.test_damaged_files N SEED`, tries N damages of each file.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.offline.expert_order import ExpertOrder, read_expert_order, write_expert_order
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.traces.routing_trace import read_routing_trace, write_routing_trace
+from tests.unit.planning.test_cluster_file import CLUSTER
+from tests.unit.planning.test_plan_file import PLAN
 from tests.unit.report_cases import made_report
-from tests.unit.test_cluster_file import CLUSTER
-from tests.unit.test_plan_file import PLAN
 from tests.unit.trace_cases import random_trace
 
 CHOICES = torch.tensor([[0, 1], [2, 3], [4, 5]])

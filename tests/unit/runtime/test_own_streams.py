@@ -12,7 +12,7 @@ import torch
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.streams import own_stream
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_stream_of_our_own_is_a_new_one_of_cuda(monkeypatch):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 sys.path.insert(0, str(RECIPES))  # a folder of scripts, not a package
 
 from step_log import StepLog, read_steps  # noqa: E402

@@ -24,7 +24,7 @@ from tests.unit.config_cases import MOVES, config
 
 pytestmark = pytest.mark.usefixtures("registered")
 
-PAGE = Path(__file__).parents[2] / "docs/refusals.md"
+PAGE = Path(__file__).parents[3] / "docs/refusals.md"
 COLUMNS = {
     "`monta`": ("monta", {}),
     "`parm`": ("parm", {}),

@@ -96,7 +96,7 @@ FORKS = """
 import os, signal, sys, threading
 import torch
 from megatron_moe_opt.dispatchers.sample_placement import _learner, background
-from tests.unit.test_executor import Lane, executor, schedule, steps
+from tests.unit.runtime.test_executor import Lane, executor, schedule, steps
 
 def use():
     ran = []

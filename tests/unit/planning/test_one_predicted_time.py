@@ -31,7 +31,7 @@ from megatron_moe_opt.systems.monta import MONTA
 from megatron_moe_opt.systems.mpmoe import MPMOE
 from megatron_moe_opt.systems.parm import PARM
 from megatron_moe_opt.variants import split_variant
-from tests.unit.test_planner import LAYER, NODES, cluster, migrating
+from tests.unit.planning.test_planner import LAYER, NODES, cluster, migrating
 
 ROWS = 1000.0
 EVENLY = {"imbalance": 1.0, "rank_rows": (ROWS,) * 8}

@@ -56,7 +56,8 @@ def test_the_answer_holds_for_a_name_of_ours(guard):
     read = "alltoall" if guard.answer is Answer.READS_ALLTOALL else "monta"
     outcome = eval(guard.comparison, {DISPATCHER: read})
     if guard.answer is Answer.REFUSED:
-        # Comes out wrong for ours, so the only way there must be closed: tests/unit/test_registry.py refuses both.
+        # Comes out wrong for ours, so the only way there must be closed: tests/unit/integration/test_registry.py has
+        # both refused.
         assert "CUDA graph" in guard.reason
-    elif guard.answer is not Answer.KEPT:  # tests/unit/test_overlapped_batches.py
+    elif guard.answer is not Answer.KEPT:  # tests/unit/integration/test_overlapped_batches.py
         assert outcome == eval(guard.comparison, {DISPATCHER: "alltoall"})

@@ -10,7 +10,7 @@ import pytest
 from megatron_moe_opt.integration.auto import own_profile
 from megatron_moe_opt.integration.auto.own_profile import FILE_NAME
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from tests.unit.test_cluster_file import CLUSTER
+from tests.unit.planning.test_cluster_file import CLUSTER
 
 FACTS = {"hidden size of a row": 64, "device": "a GPU", "torch": "2.13.0", "NCCL_ALGO": "Ring"}
 

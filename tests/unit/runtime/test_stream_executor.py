@@ -224,5 +224,5 @@ def test_what_cannot_be_issued_halfway_through_an_op_is_refused(software_executo
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 def test_cuda_s_streams_compile():
     command = ["bash", "tools/check_cuda_compiles.sh", "--streams"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True)
     assert done.returncode == 0 and "cuda_streams.cpp compiles" in done.stdout, done.stdout + done.stderr

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 sys.path.insert(0, str(RECIPES))  # a folder of scripts, not a package
 
 import loss_budget  # noqa: E402

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_moe_opt.errors import ConfigurationError
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 sys.path.insert(0, str(RECIPES))  # a folder of scripts, not a package
 
 from save_lock import NAME, Holder, save_lock  # noqa: E402

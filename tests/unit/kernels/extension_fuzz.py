@@ -1,6 +1,6 @@
 """Random calls of all that the extension offers, most with an argument or two spoilt. None may end the process.
 
-    python -m tests.unit.extension_fuzz --calls 2000 --seed 1
+    python -m tests.unit.kernels.extension_fuzz --calls 2000 --seed 1
 
 A call depends on the seed and its own number alone: `--first N --calls 1` repeats the one that crashed. Every
 public name of the extension, and of its classes, needs an entry in CALLS.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PYTHON = """#!/bin/sh
 echo "constraint $PIP_CONSTRAINT, CUDA $MOE_OPT_CUDA: $*" >>notes
 """

@@ -15,7 +15,7 @@ from megatron_moe_opt.planning.traces.routing_generator import TABLE5
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
 from megatron_moe_opt.topology.layouts import ROLES, Layout
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "recipes" / "slurm"))  # a folder of scripts, not a package
 
 from check_recipe import check, model_shape  # noqa: E402

@@ -20,7 +20,7 @@ from megatron_moe_opt.planning.traces.routing_trace import write_routing_trace
 from megatron_moe_opt.schedules.trace import write_trace
 from tests.unit.trace_cases import random_trace
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_file_is_replaced_and_keeps_its_permissions(tmp_path):
