@@ -59,6 +59,7 @@ def main(arguments: list[str], inside: AbstractContextManager[object] | None = N
             run_script(path, remaining)
     except (ConfigurationError, ExtensionError) as error:
         say_together(error, "moe-opt", is_alone)
+        sys.last_value = error  # as Python has it of an error that nobody catches: auto/first_turns.py asks
         sys.exit(2)
 
 

@@ -420,6 +420,8 @@ def main() -> int:
         ended = run_recorded(console)
     except LayerError as error:
         ended = error
+    if ended:
+        sys.last_value = ended  # as Python has it of an error that nobody catches: `auto` asks
     if isinstance(ended, LayerError):
         print(f"{PROGRAM}: error: {ended}", file=sys.stderr, flush=True)
         return 1

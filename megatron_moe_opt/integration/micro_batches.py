@@ -44,6 +44,18 @@ def not_after_passes(callback: Callable[[], None]) -> None:
     _after_passes[:] = [one for one in _after_passes if one() not in (None, callback)]
 
 
+def later_micro_batches() -> int:
+    """Returns how many micro-batches a step has when batches have been ramped up; 0 where they are not, or a training
+    loop has no such calculator of Megatron's.
+    """
+    from megatron.core import num_microbatches_calculator as calculators
+
+    calculator = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    if not isinstance(calculator, calculators.RampupBatchsizeNumMicroBatchesCalculator):
+        return 0
+    return calculator.global_batch_size // calculator.micro_batch_times_data_parallel_size
+
+
 def follow_micro_batches() -> None:
     """Has every step that one of Megatron's schedules runs say of how many micro-batches it is.
 

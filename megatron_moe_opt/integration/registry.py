@@ -302,15 +302,17 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
 
 
 def _start_board_with_models() -> None:
-    """Has ranks whose part of a model has no MoE layer tell of failures too, where their configuration came before the
-    process groups.
+    """Has ranks whose part of a model has no MoE layer tell of failures too, and go along with what `auto` does after
+    each step, where their configuration came before the process groups, or before `register`.
     """
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     def init(stock_init: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         stock_init(self, config, *args, **kwargs)
-        if getattr(config, FIELD, None) in dispatcher_names():
+        if (name := getattr(config, FIELD, None)) in dispatcher_names() and not is_upcycled(config):
             failure_board.start()
+            if name == AUTO:
+                controller_of(config, _options)
 
     wrap_once(LanguageModule, "__init__", init)
 

@@ -68,7 +68,7 @@ from megatron_moe_opt.integration.layer.configured_workload import layer_workloa
 from megatron_moe_opt.integration.layer.layer_passes import number_of
 from megatron_moe_opt.integration.layer.netmoe_layer import link
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass, note_stock
-from megatron_moe_opt.integration.micro_batches import trains
+from megatron_moe_opt.integration.micro_batches import after_passes, trains
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
@@ -139,6 +139,7 @@ class Controller:
         """All ranks, between which layers were built or trained; None: not yet."""
         stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
         self.clock = StepClock(self._now, stages, chunks)
+        after_passes(self._passes_end)
         if options.plan is not None:
             if dist.is_initialized():
                 self._agree_on_plan(dist.group.WORLD)
@@ -220,6 +221,10 @@ class Controller:
         if not self.settled and self.trials is None:
             self._look.again()
 
+    def _passes_end(self) -> None:
+        if not self.settled:  # the host would have to wait for the device
+            self.clock.passes_end()
+
     def _now(self) -> float:
         if not self.settled:
             self._synchronize()
@@ -232,6 +237,7 @@ class Controller:
         if not self._largest(float(any(layer.passes for layer in self.layers))):
             say_once(AUTO, "no layer", no_layer_line)
             self.clock.others_step_ended()
+            self.model = None
             return
         before, planned = self.first_step, self.shapes
         began = time.perf_counter() if self.clock.began is None else self.clock.began

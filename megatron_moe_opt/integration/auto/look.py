@@ -15,9 +15,10 @@ from megatron_moe_opt.integration.auto.auto_report import no_step_line, unlike_l
 from megatron_moe_opt.integration.auto.first_step import FirstStep, refusal
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of
+from megatron_moe_opt.integration.layer.layer_seam import router_of
 from megatron_moe_opt.integration.layer.netmoe_layer import PassesSeen, block_adds_up_otherwise, check_seams
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
-from megatron_moe_opt.integration.micro_batches import after_passes, not_after_passes, trains
+from megatron_moe_opt.integration.micro_batches import after_passes, later_micro_batches, not_after_passes, trains
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.systems.netmoe import NETMOE
@@ -68,8 +69,8 @@ class Look:
         if self.options.plan is None:
             self._compare_levels()
         seen = tuple(one for layer in self.layers if (one := layer.seen()) is not None)
-        held = sum(passes_held(layer, self.config) for layer in self.layers)
-        room = memory_room.room(held, len(self.layers), self._after_passes)
+        held, later = (sum(passes_held(layer, self.config, batch) for layer in self.layers) for batch in (0, None))
+        room = memory_room.room(held, len(self.layers), self._after_passes, later)
         return FirstStep((seen,), () if room is None else (room,), *self._samples())
 
     def _begin(self, module: Any, _: Any) -> None:
@@ -107,13 +108,19 @@ class Look:
         try:
             check_seams()
             blocks = self.config.virtual_pipeline_model_parallel_size or 1
-            return saving_of(routing, layer.router.tp_cp_group, groups, blocks), at_home
+            return saving_of(routing, router_of(layer).tp_cp_group, groups, blocks), at_home
         except ConfigurationError as error:  # on all ranks of the group
             return None, str(error)
 
 
-def passes_held(layer: PlannedLayer, config: Any) -> int:
+def passes_held(layer: PlannedLayer, config: Any, later: int | None = None) -> int:
     """Returns how many passes of a layer a rank holds the activations of at once: as many as it had in the step that
     was looked at, but no more than the pipeline has stages, virtual ones counted.
+
+    Args:
+        later: micro-batches of the steps to come, where they are more than that step had; None: those of batches that
+            have been ramped up.
     """
-    return min(layer.passes, config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1))
+    stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    later = later_micro_batches() if later is None else later
+    return min(max(layer.passes, later), stages) if layer.passes else 0

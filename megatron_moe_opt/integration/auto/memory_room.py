@@ -92,7 +92,7 @@ def in_use() -> InUse | None:
     return InUse(torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
 
 
-def room(passes: int, layers: int, after_passes: InUse | None = None) -> Room | None:
+def room(passes: int, layers: int, after_passes: InUse | None = None, later: int = 0) -> Room | None:
     """Returns the memory of this rank's GPU, asked between two steps; None without a GPU: a host's memory may be
     swapped.
 
@@ -100,6 +100,8 @@ def room(passes: int, layers: int, after_passes: InUse | None = None) -> Room | 
         passes, layers: see Room.
         after_passes: what was in use before the optimizer's step, whose first one makes its states: from the next step
             on they are there in all passes. None: not known.
+        later: the passes that are held when batches have been ramped up, where these are more: the room is that of
+            steps with as many, whose passes are taken to hold all that those of this one held besides what stays.
     """
     in_step = in_use()
     if in_step is None:
@@ -108,7 +110,9 @@ def room(passes: int, layers: int, after_passes: InUse | None = None) -> Room | 
     if after_passes is not None:
         most = max(most, after_passes.most + now - after_passes.now)
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - most
-    return Room(free, most - now, passes, layers)
+    at_work, later = most - now, max(later, passes)
+    grown = at_work * later // passes if passes else at_work
+    return Room(free - (grown - at_work), grown, later, layers)
 
 
 def could_take(size: int) -> bool:

@@ -27,6 +27,8 @@ class StepClock:
         """The time at which the step under way began; None: no layer has run in it yet."""
         self._cleared: float | None = None
         """When gradients were cleared for the step to come; None: they were not, or other passes came between."""
+        self._passes_ended: float | None = None
+        """When the passes of the step under way ended; None: they have not, or nobody says."""
         self._micro_batches = 0
         """The micro-batches of the step that is under way, or was the last."""
         self._timed_as = 0
@@ -49,23 +51,32 @@ class StepClock:
             self._micro_batches = 1 if step is None else step.micro_batches
             self._timed_as = self._timed_as or self._micro_batches
 
+    def passes_end(self) -> None:
+        """Notes that the passes of a step have ended. What follows, the optimizer's part, takes as long for a batch of
+        any size. It may be called again in a step, and where none is under way.
+        """
+        if self.began is not None:
+            self._passes_ended = self._now()
+
     def others_step_ended(self) -> None:
         """Forgets when gradients were cleared: another model's step has ended, whose time is not the next step's."""
         self._cleared = None
 
     def forget(self) -> None:
         """Leaves out of all timed steps what has run so far."""
-        self.began = self._cleared = None
+        self.began = self._cleared = self._passes_ended = None
 
     def take(self) -> float:
-        """Returns the seconds of the step that ends, as if it had the micro-batches of the first, for a batch may be
+        """Returns the seconds of the step that ends, as if it had as many passes as the first, for batches may be
         ramped up; 0 where no layer has run.
         """
-        began = self.began
+        began, passes_ended, ends = self.began, self._passes_ended, time.perf_counter()
         self.forget()
         if began is None:
             return 0.0
-        return (time.perf_counter() - began) * self._turns(self._timed_as) / self._turns(self._micro_batches)
+        passes_ended = ends if passes_ended is None else passes_ended
+        turns = self._turns(self._timed_as) / self._turns(self._micro_batches)
+        return (passes_ended - began) * turns + ends - passes_ended
 
     def _turns(self, micro_batches: int) -> int:
         """Returns how long a step of so many takes, in passes of one chunk: a pipeline fills and drains besides."""

@@ -42,6 +42,11 @@ def own_method(module: Any, name: str) -> str | None:
     return f"{type(module).__name__}.{name}"
 
 
+def router_of(layer: Any) -> Any:
+    """Returns the router of a MoELayer: what something that is wrapped around it, as LoRA is, has inside."""
+    return next(one for one in layer.router.modules() if hasattr(one, "tp_cp_group"))
+
+
 @dataclass(frozen=True)
 class LayerSeam:
     """The slots of one layer, which keeps what is put into them."""

@@ -25,7 +25,7 @@ from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, Sample
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.hooks_of_others import HookOfOthers, hooks_of_others
-from megatron_moe_opt.integration.layer.layer_seam import own_method
+from megatron_moe_opt.integration.layer.layer_seam import own_method, router_of
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, split_over_tp
 from megatron_moe_opt.integration.micro_batches import trains
 from megatron_moe_opt.integration.observe.netmoe_report import watch
@@ -135,7 +135,7 @@ def _link(block: Any, stays_home: bool = False) -> None:
     order = SampleOrder(stays_home)
     for layer in layers:
         moe = layer.mlp
-        holders = _holders(_dispatcher_of(layer).groups, moe.router.tp_cp_group)
+        holders = _holders(_dispatcher_of(layer).groups, router_of(moe).tp_cp_group)
         costs = _dispatcher_of(layer).costs(holders, moe.config.num_moe_experts)
         placement = LayerPlacement(order, holders, costs, last=layer is layers[-1])
         _dispatcher_of(layer).join(placement, functools.partial(_normalise, weakref.ref(layer)))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
+from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot, router_of
 from megatron_moe_opt.systems.system import FLAG
 
 NOT_UNDER_STOCK = "stock Megatron does not train MoE layers under TP without --sequence-parallel: add it"
@@ -136,9 +136,7 @@ class _Edge:
     """
 
     def __init__(self, layer: Any, marked: set[str]) -> None:
-        # Where something is wrapped around a router, as LoRA's is, it is inside.
-        routers = (one for one in layer.router.modules() if hasattr(one, "tp_cp_group"))
-        self._router, self._group = next(routers), layer.tp_group
+        self._router, self._group = router_of(layer), layer.tp_group
         self._splits_rows = False
         marked = marked | _marked(layer)
         self._frozen = [

@@ -269,6 +269,8 @@ def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned):
         controller.plan, candidates=tuple(Prediction(name, 1e-3, 1e-3, 0.0, 0.0, size) for name, size in held.items())
     )
     assert passes_held(SimpleNamespace(passes=4), controller.config) == 1  # there is one pipeline stage
+    pipeline = SimpleNamespace(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
+    assert [passes_held(SimpleNamespace(passes=2), pipeline, later) for later in (0, 6, 16)] == [2, 6, 8]
     for spare, tried in ((800, list(held)), (799, ["alltoall", "monta:O2x2"]), (201, ["alltoall"]), (None, list(held))):
         rooms = () if spare is None else (room_of(10**6, 2), room_of(spare, 2), room_of(0, 0))  # one has no MoE layer
         (found,) = controller._make_plan(FirstStep(((SEEN,),), rooms))
@@ -547,6 +549,35 @@ def test_a_ramped_batch_does_not_make_steps_longer(timed):
                 layer(torch.tensor([1.5]))
         controller.after_step()
     assert controller.trials.steps == 3 and controller.trials.longer_than(3.0) == 0.0
+
+
+def test_what_follows_a_steps_passes_takes_as_long_however_many_they_are(timed):
+    """The optimizer's part, which the times of steps with more micro-batches have no more of."""
+    controller, layer, now = timed
+
+    def stock(num_microbatches):
+        for _ in range(num_microbatches):
+            layer(torch.tensor([1.5]))
+
+    for micro_batches in (2, 4, 8):
+        _followed(stock, num_microbatches=micro_batches)
+        now[0] += 0.5
+        controller.after_step()
+    assert controller.trials.steps == 3 and controller.trials.longer_than(3.5) == 0.0
+
+
+def test_a_model_without_layers_under_auto_has_not_the_steps_that_count(timed, monkeypatch):
+    """An actor's step comes first, and the planned layers are a critic's: by `register` between the two."""
+    controller, layer, _ = timed
+    monkeypatch.setattr(controlling.dist, "get_world_size", lambda: 1)
+    actor, critic = (SimpleNamespace(model_chunks=[chunk_with(controller.config)]) for _ in range(2))
+    monkeypatch.setattr("megatron_moe_opt.dispatchers.say._said", set())
+    monkeypatch.setattr(controller, "_look", SimpleNamespace(taken={}.popitem))
+    controller.trials = None
+    step_ended(True, actor)
+    layer(torch.tensor([1.0]))
+    with pytest.raises(KeyError):
+        step_ended(True, critic)
 
 
 def test_a_step_in_which_no_layer_has_run_is_not_planned_by(timed, monkeypatch, capsys):

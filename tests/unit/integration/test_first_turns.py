@@ -13,10 +13,18 @@ from megatron_moe_opt.integration import training_arguments as arguments
 from megatron_moe_opt.integration.auto.first_turns import FILE_NAME, FirstTurns
 from megatron_moe_opt.integration.training_arguments import checkpoint_folder
 
-ENDS = {"pass": False, "sys.exit(0)": False, "raise RuntimeError": True, "os._exit(1)": True, "os.abort()": True}
+ENDS = {
+    "pass": False,
+    "sys.exit(0)": False,
+    "raise RuntimeError": True,
+    "launch.main(['refused.py'])": True,
+    "os._exit(1)": True,
+    "os.abort()": True,
+}
 """How a process ends, and whether what it ran stays written down."""
 JOBS = """
 import os, sys
+from megatron_moe_opt import launch
 from megatron_moe_opt.integration.auto.first_turns import FirstTurns
 
 number = next((number for number in range(len(sys.argv) - 1) if os.fork() == 0), None)
@@ -32,6 +40,9 @@ else:
 
 
 def test_it_stays_where_a_process_ends_by_an_error(tmp_path: Path):
+    (tmp_path / "refused.py").write_text(
+        "from megatron_moe_opt.errors import ConfigurationError\nraise ConfigurationError('in a first step')\n"
+    )
     subprocess.run([sys.executable, "-c", JOBS, *ENDS], cwd=tmp_path, check=True, stderr=subprocess.DEVNULL)
     left = [(tmp_path / str(number) / FILE_NAME).exists() for number in range(len(ENDS))]
     assert dict(zip(ENDS, left, strict=True)) == ENDS

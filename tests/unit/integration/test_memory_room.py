@@ -30,6 +30,8 @@ def test_what_was_free_at_the_peak_is_told_beside_what_stays(monkeypatch):
     assert memory_room.room(3, 2) is None  # there is no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert memory_room.room(3, 2) == Room(free=150, at_work=250, passes=3, layers=2)
+    # Where batches grow until eight passes are held, all that three held besides grows with them.
+    assert memory_room.room(3, 2, later=8) == Room(free=150 - 416, at_work=666, passes=8, layers=2)
     # The optimizer's step has made 90 that the passes' peak of 400 did not have, and less than 50 would not matter.
     after_passes = memory_room.InUse(most=400, now=110)
     assert memory_room.room(3, 2, after_passes) == Room(free=110, at_work=290, passes=3, layers=2)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -24,6 +25,7 @@ import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError, sentence
 from megatron_moe_opt.integration import checks, registry
 from megatron_moe_opt.integration.auto import first_step
+from megatron_moe_opt.integration.auto.auto_layer import current_controller
 from megatron_moe_opt.integration.layer.replicated_tokens import keeps_from_splitting_rows
 from megatron_moe_opt.options import Options, options_help
 from megatron_moe_opt.systems import system_of
@@ -298,6 +300,15 @@ def test_fully_sharded_weights_are_refused_where_modules_are_called_in_our_order
         config(name, **MOVES)
     for name in ("monta", "parm"):
         config(name)
+
+
+def test_a_stage_without_moe_layers_goes_along_where_register_came_after_the_configuration():
+    """Its ranks have no layer to plan, and the others would wait for them after the first step."""
+    made = config("auto")
+    megatron_moe_opt.register()
+    assert current_controller() is None
+    LanguageModule(made, SimpleNamespace(cp=None, tp=None, pp=None, embd=None))
+    assert current_controller() is not None
 
 
 def test_a_model_that_is_given_to_such_a_wrapper_is_refused_without_megatron_lms_arguments(monkeypatch):
