@@ -354,6 +354,12 @@ def rows(point: Point, content: Mapping[str, Any]) -> Iterator[str]:
     )  # fmt: skip
 
 
+def head_of_partitions() -> Iterator[str]:
+    """Yields the head of the table of 1 to 8 partitions."""
+    counts = [f"{count}: measured (predicted), ms" if count == 1 else str(count) for count in PARTITIONS]
+    yield from head("partitions: routing, tokens a rank", *counts, "chosen", "regret")
+
+
 def rows_of_partitions(point: Point, one: Judged) -> Iterator[str]:
     """Yields the row of a point in the table of 1 to 8 partitions."""
     of_all = one.found.in_partitions.items()
@@ -438,8 +444,7 @@ def table(out: Path) -> Iterator[str]:
             yield from rows(point, content)
         of_shape = [(point, Judged(Found(**content))) for point, content in there]
         yield ""
-        counts = [f"{count}: measured (predicted), ms" if count == 1 else str(count) for count in PARTITIONS]
-        yield from head("partitions: routing, tokens a rank", *counts, "chosen", "regret")
+        yield from head_of_partitions()
         for point, one in of_shape:
             yield from rows_of_partitions(point, one)
         judged += of_shape

@@ -49,6 +49,7 @@ GRACE_S = 5.0  # what other nodes get to report a failure by themselves, and ran
 MIN_RATE = 10_000_000  # bits/s; below it the bucket's burst is no longer small against a second of traffic
 LINK_PACKET, INSIDE_PACKET = 16 * 1024, 64 * 1024  # bytes of the largest packets; the kernel's own are of 64 KiB
 MIN_PACKETS = 2  # in a bucket, which drops a packet that is larger, and passes as much at once after a pause
+PEAK_PACKET, PEAK_BUCKET = 6_250, 24_000  # bytes, of links whose bucket is emptied at a rate of its own
 BURST_S = 1e-3  # at high rates the bucket must bridge a timer's delay
 MAX_NODES = 64
 
@@ -99,6 +100,12 @@ def _count(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
+def _factor(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or not 1 < float(text) <= 100:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 1 and to 100")
+    return float(text)
+
+
 @dataclass(frozen=True)
 class Shape:
     """The cluster that is asked for; rates in bits/s, each node's."""
@@ -107,6 +114,15 @@ class Shape:
     ranks_per_node: int
     inter_bits: int
     intra_bits: int
+    peak: float | None = None
+    """How many times its rate a link between nodes reaches at most, after a pause; None: what a bucket holds passes at
+    once.
+    """
+
+    @property
+    def link_packet(self) -> int:
+        """Returns the bytes of the largest packets between nodes."""
+        return LINK_PACKET if self.peak is None else PEAK_PACKET
 
     def address(self, node: int) -> str:
         """The node's address on its link, a private one that only exists inside the namespaces."""
@@ -192,8 +208,11 @@ def clean() -> int:
     return len(leftovers)
 
 
-def _shape(namespace: str, device: str, rate_bits: int, packet: int) -> None:
-    bucket = ["rate", f"{rate_bits}bit", "burst", f"{burst_bytes(rate_bits, packet)}b", "latency", "400ms"]
+def _shape(namespace: str, device: str, rate_bits: int, packet: int, peak: float | None = None) -> None:
+    burst = burst_bytes(rate_bits, packet) if peak is None else max(PEAK_BUCKET, int(rate_bits / 8 * BURST_S))
+    bucket = ["rate", f"{rate_bits}bit", "burst", f"{burst}b", "latency", "400ms"]
+    if peak is not None:
+        bucket += ["peakrate", f"{int(peak * rate_bits)}bit", "mtu", f"{packet + 64}b"]  # with what a link adds to it
     _command("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *bucket)
 
 
@@ -219,11 +238,11 @@ def cluster(shape: Shape) -> Iterator[list[str]]:
             _command("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
             _command("ip", "-n", node, "addr", "add", f"{shape.address(i)}/24", "dev", "eth0")
             _command("ip", "-n", node, "link", "set", "lo", "up")
-            _command(*f"ip -n {node} link set eth0 gso_max_size {LINK_PACKET} up".split())
+            _command(*f"ip -n {node} link set eth0 gso_max_size {shape.link_packet} up".split())
             for name, value in CONGESTION.items():
                 _command("ip", "netns", "exec", node, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}")
-            _shape(node, "eth0", shape.inter_bits, LINK_PACKET)
-            _shape(switch, port, shape.inter_bits, LINK_PACKET)
+            _shape(node, "eth0", shape.inter_bits, shape.link_packet, shape.peak)
+            _shape(switch, port, shape.inter_bits, shape.link_packet, shape.peak)
             _shape(node, "lo", shape.intra_bits, INSIDE_PACKET)
         yield nodes
     finally:
@@ -441,6 +460,8 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     run.add_argument("--ranks-per-node", type=_count(1, 1024), required=True, help="processes a node")
     run.add_argument("--inter", type=parse_rate, required=True, help="each node's link, each direction: 200mbit")
     run.add_argument("--intra", type=parse_rate, required=True, help="all traffic inside one node: 1600mbit")
+    peak = "how many times its rate a link reaches at most after a pause (default: what a bucket holds passes at once)"
+    run.add_argument("--peak", type=_factor, help=peak)
     unmet = "what to do if the machine does not carry the shape: end with exit code 2 (default), or say so and run"
     run.add_argument("--unmet", choices=("refuse", "warn"), default="refuse", help=unmet)
     run.add_argument("--timeout", type=_count(1, 10**6), help="seconds after which the job is ended (exit code 124)")
@@ -471,7 +492,7 @@ def main(argv: list[str]) -> int:
             return 0
         for signum in STOPPING_SIGNALS:
             signal.signal(signum, _stop)
-        shape = Shape(arguments.nodes, arguments.ranks_per_node, arguments.inter, arguments.intra)
+        shape = Shape(arguments.nodes, arguments.ranks_per_node, arguments.inter, arguments.intra, arguments.peak)
         with cluster(shape) as nodes:
             print(f"netbox: {verdict(shape, *measure(shape, nodes), arguments.unmet)}", file=sys.stderr, flush=True)
             return run_job(shape, nodes, command, arguments.timeout)

@@ -31,6 +31,8 @@ class Links:
     ranks: int
     """Ranks of a node."""
     nodes: int = 2
+    peak: float | None = None
+    """How many times its rate a link between nodes reaches at most; None: see netbox."""
 
 
 class Point(Protocol):
@@ -88,6 +90,7 @@ def _run(module: str, out: Path, points: Sequence[Point], unmet: str) -> None:
     """Runs points of one profile on netbox. Those that ended well have left their files."""
     links, limit = points[0].links, 300 + sum(point.limit for point in points)
     shape = ["--nodes", str(links.nodes), "--ranks-per-node", str(links.ranks), "--inter", links.inter]
+    shape += [] if links.peak is None else ["--peak", str(links.peak)]
     netbox = [sys.executable, "tools/netbox.py", "run", *shape, "--intra", links.intra, "--unmet", unmet]
     named = [word for point in points for word in ("--point", point.name)]
     command = [*netbox, "--timeout", str(limit), "--", "-m", module, "--out", str(out.resolve()), *named]

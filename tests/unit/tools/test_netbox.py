@@ -120,6 +120,7 @@ def refusal(capsys, argv: list[str]) -> str:
         ([*RUN, "--inter", "fast", "--", __file__], "argument --inter: 'fast' is not a rate"),
         ([*RUN, "--nodes", "0", "--", __file__], "argument --nodes: '0' is not a whole number from 1 to 64"),
         ([*RUN, "--timeout", "0", "--", __file__], "argument --timeout: '0' is not a whole number from 1"),
+        ([*RUN, "--peak", "1", "--", __file__], "argument --peak: '1' is not a number above 1 and to 100"),
         (["run", "--", __file__], "the following arguments are required: --ranks-per-node, --inter, --intra"),
         (["start"], "invalid choice: 'start'"),
     ],
