@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.agreed_profile import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say_once
@@ -15,6 +14,7 @@ from megatron_moe_opt.planning.predicting.expert_migration import DomainChoice
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.schedules.schedule import CODEC
 from megatron_moe_opt.systems.expert_migration import fastest_domains
+from megatron_moe_opt.topology.agreement import largest_of_ranks
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -59,10 +59,10 @@ class MeasuredDomains:
             ) from error
 
     def choose(self, tokens: int, device: torch.device) -> DomainChoice:
-        """Chooses for the most tokens that a rank has. A collective call over the expert-parallel group."""
-        most = torch.tensor(tokens, device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.ep)
-        number = int(most)
+        """Chooses for the most tokens that a rank has, in replicas too: where experts travel, weights are gathered in
+        another order. A collective call over the expert-parallel group and that of replicas.
+        """
+        number = largest_of_ranks(tokens, (self.groups.ep, self.groups.replicas), device)
         choice = fastest_domains(replace(self.workload, tokens=number), self._cluster, self._counts)
         say_once(
             "expert-migration",

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.dispatchers.agreed_profile import agreed_cluster
@@ -18,6 +17,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.schedules.parm import AAS
 from megatron_moe_opt.systems.monta import MONTA
 from megatron_moe_opt.systems.parm import PARM
+from megatron_moe_opt.topology.agreement import largest_of_ranks
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
 
@@ -99,7 +99,8 @@ class MeasuredSchedule:
         agreed_cluster(groups, self.profile, workload)
 
     def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmSchedule:
-        """Returns the fastest schedule. A collective call over the layer's groups.
+        """Returns the fastest schedule, the same in all replicas: routers sum over them what S1 and S2 count unlike. A
+        collective call over the layer's groups.
 
         Raises:
             ConfigurationError: a profile of groups of other sizes, or one that lacks what TP groups need.
@@ -108,11 +109,8 @@ class MeasuredSchedule:
         tp_size = 1 if tp is None else tp.size()
         if tp is not None:
             cluster.check_groups(self.profile, MEGATRON_FLAGS, ep=groups.ep_size, expert_tp=groups.etp_size, tp=tp_size)
-        num_tokens = torch.tensor(tokens.size(0), device=tokens.device)
-        for group in (tp, groups.joint):  # where neither holds the other (there is no S2), the joint group's agree
-            if group is not None:
-                dist.all_reduce(num_tokens, dist.ReduceOp.MAX, group=group)
-        number = int(num_tokens)
+        # Where neither of the first two holds the other, there is no S2, and the joint group's ranks agree.
+        number = largest_of_ranks(tokens.size(0), (tp, groups.joint, groups.replicas), tokens.device)
         asked = self.options if self.without_s2 is None else replace(self.options, parm_schedule="S1")
         layer = replace(self.workload, tp=tp_size, tokens=number)
         predicted = choose([(PARM, asked), (MONTA, self.options)], layer, cluster).chosen

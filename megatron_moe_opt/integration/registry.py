@@ -283,7 +283,7 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
                 stock_init(self, config, *args, **kwargs)
         if name in dispatcher_names():
             failure_board.start()
-            _compare(_groups_of(self.token_dispatcher).joint, name, config)
+            _compare(_groups_of(self.token_dispatcher), name, config)
             if overlaps_batches(config):
                 keep_expert_inputs(dispatcher_names())
                 name_batches(self, name)
@@ -317,7 +317,7 @@ def _start_board_with_models() -> None:
     wrap_once(LanguageModule, "__init__", init)
 
 
-def _compare(joint: ProcessGroup, name: str, config: Any) -> None:
+def _compare(groups: ExpertGroups, name: str, config: Any) -> None:
     """Has the ranks of a layer's groups compare what they were told, and those that hold the same experts, whose
     gradients are summed. Once a model, whose layers have one configuration: whether the next layer's is that one, all
     ranks know alike, but not whether its facts are those of the model before.
@@ -325,11 +325,8 @@ def _compare(joint: ProcessGroup, name: str, config: Any) -> None:
     Raises:
         DisagreementError: on all of them.
     """
-    from megatron.core import parallel_state
-
     facts = facts_of_layer(_options, name, config)
-    replicas = parallel_state.get_expert_data_parallel_group(check_initialized=False)
-    for group in (joint, replicas):
+    for group in (groups.joint, groups.replicas):
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         known = _compared.get(ranks)
         if len(ranks) > 1 and (known is None or known[0]() is not config or known[1] != facts):
@@ -338,7 +335,10 @@ def _compare(joint: ProcessGroup, name: str, config: Any) -> None:
 
 
 def _groups_of(stock: Any) -> ExpertGroups:
-    found = ExpertGroups(ep=stock.ep_group, etp=stock.tp_group, joint=stock.tp_ep_group)
+    from megatron.core import parallel_state
+
+    replicas = parallel_state.get_expert_data_parallel_group(check_initialized=False)
+    found = ExpertGroups(stock.ep_group, stock.tp_group, stock.tp_ep_group, replicas)
     for group in (found.ep, found.etp, found.joint):
         if isinstance(group, ProcessGroup) and type(group) is not ProcessGroup:
             raise ConfigurationError(

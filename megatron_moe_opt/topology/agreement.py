@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -27,6 +28,17 @@ def found_by_first(find: Callable[[], T], group: dist.ProcessGroup) -> T:
     if found[1] is not None:
         raise found[1]
     return found[0]
+
+
+def largest_of_ranks(number: int, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> int:
+    """Returns the largest number that a rank of these groups has. A collective call over one after the other, so that
+    ranks agree that any chain of them connects.
+    """
+    largest = torch.tensor(number, device=device)
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return int(largest)  # host synchronisation
 
 
 def known_to_all(own: T, group: dist.ProcessGroup | None = None) -> list[T]:

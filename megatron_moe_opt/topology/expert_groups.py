@@ -23,6 +23,8 @@ class ExpertGroups:
     etp: ProcessGroup | None
     """The expert-TP group; None where experts are whole."""
     joint: ProcessGroup
+    replicas: ProcessGroup | None = None
+    """The ranks that hold the same experts as this one, whose gradients are summed; None where there are no others."""
 
     @property
     def ep_size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -21,20 +22,26 @@ LEVELS = (2, 2)
 MB = 10**6
 
 
-def save(file: Path, workers: tuple[int, ...] = LEVELS, seconds: tuple[float, float] = (100.0, 1.0)) -> Path:
-    """Saves a profile of EP 4 on levels that take so many seconds for 100 MB."""
+def save(
+    file: Path, workers: tuple[int, ...] = LEVELS, seconds: tuple[float, float] = (100.0, 1.0), ep: int = 4
+) -> Path:
+    """Saves a profile on levels that take so many seconds for 100 MB."""
     curves = {}
     for level, ranks in realisable_groups(workers):
         line = ((1, 1e-5), (100 * MB, seconds[level]))
         curves |= {(kind, profile_name(kind, workers, level, ranks)): line for kind in KINDS}
     curves[Kind.COPY, None] = ((1, 1e-9), (MB, 1e-3))
     expert = ExpertGemm(64, 144, "fp32", ((1, 1e-9), (1000, 1e-6)))  # whose time nothing depends on
-    Cluster(World((0, 0, 1, 1), ep=4), curves, expert_gemm=expert).save(file)
+    Cluster(World((0, 0, 1, 1), ep=ep), curves, expert_gemm=expert).save(file)
     return file
 
 
 def chosen(
-    profile: Path, numbers: tuple[int, ...] = (4, 2000), ratio: float | None = None, chunks: int | None = None
+    profile: Path,
+    numbers: tuple[int, ...] = (4, 2000),
+    ratio: float | None = None,
+    chunks: int | None = None,
+    levels: tuple[int, ...] = LEVELS,
 ) -> list[tuple[tuple[int, ...], int]]:
     """Returns domain sizes of layers whose first pass has so many tokens, and chunks of these; gradients are compressed
     by the ratio.
@@ -44,10 +51,10 @@ def chosen(
     from tests.ranks.megatron import moe_config, parallel
 
     found = []
-    options = Options(profile=profile, network_levels=LEVELS, gradient_compression_ratio=ratio, chunks=chunks)
+    options = Options(profile=profile, network_levels=levels, gradient_compression_ratio=ratio, chunks=chunks)
     megatron_moe_opt.register(options)
     try:
-        with parallel(ep=4):
+        with parallel(ep=prod(levels)):
             for tokens in numbers:
                 layer = build_layer(moe_config(moe_token_dispatcher_type="expert-migration"))
                 # One rank alone has many: the others must choose alike.
@@ -71,6 +78,13 @@ def test_domains_are_chosen_by_tokens_and_experts(ranks, tmp_path):
     for few, many in ranks.run(chosen, profile=save(tmp_path / "cluster.json")):
         assert few[0] == (1, 1)
         assert many[0][0] == 2
+
+
+def test_replicas_choose_alike(ranks, tmp_path):
+    """The rank with many tokens is in the second of two EP groups."""
+    profile = save(tmp_path / "cluster.json", workers=(2,), ep=2)
+    for (few, _), (many, _) in ranks.run(chosen, profile=profile, levels=(2,)):
+        assert (few, many) == ((1,), (2,))
 
 
 def test_compressed_gradients_make_experts_travel(ranks, tmp_path):
