@@ -555,7 +555,7 @@ def test_what_follows_a_steps_passes_takes_as_long_however_many_they_are(timed):
     """The optimizer's part, which the times of steps with more micro-batches have no more of."""
     controller, layer, now = timed
 
-    def stock(num_microbatches):
+    def stock(num_microbatches, forward_only):
         for _ in range(num_microbatches):
             layer(torch.tensor([1.5]))
 
