@@ -142,6 +142,13 @@ def _check_batch(flags: Flags, layout: Layout) -> int:
         )
     if flags.number("--max-position-embeddings") < sequence:
         raise ConfigurationError(f"--max-position-embeddings is less than --seq-length {sequence}: raise it")
+    warmup, steps = (flags.number(flag, 0) for flag in ("--lr-warmup-iters", "--train-iters"))
+    steps = flags.number("--lr-decay-iters", steps)
+    if steps and warmup >= steps:
+        raise ConfigurationError(
+            f"--lr-warmup-iters {warmup} is not below the {steps} steps of the rate's schedule (--train-iters, "
+            "or --lr-decay-iters): lower it"
+        )
     return batch // samples
 
 

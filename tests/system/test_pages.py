@@ -36,7 +36,7 @@ MEASURED = {
 }
 """The groups of the cluster.json that a page has measured before it plans with it."""
 
-SEARCH = "moe-opt plan --cluster h100-ib400 --model mixtral-8x7b --world 64 -o plan.json"
+SEARCH = "moe-opt plan --cluster h100-ib400 --model qwen3-30b-a3b-like --world 64 -o plan.json"
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def plan(
         int | None,
         typer.Option(
             min=1, max=MOST, help="Micro-batches of a step on each data-parallel rank.",
-            show_default="1; 4 x --pp in a pipeline", rich_help_panel=_STEP,
+            show_default="1; 4 x --pp in a pipeline or under 1F1B overlap", rich_help_panel=_STEP,
         ),
     ] = None,
     global_batch: Annotated[

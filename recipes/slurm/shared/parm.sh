@@ -2,7 +2,7 @@
 # Parm, section VI-D: MoE versions of BERT-Base and GPT-2 with N_MP = N_ESP = 4 and 8 experts on testbed B (Table II), 8 nodes
 # of 4 RTX 2080 Ti of 11 GB. Tokens are not split by sequence parallelism: that is what parm is about. The paper says neither
 # top-k nor samples: a token goes to one expert here, with f = 1.2 of Table III, 8 samples a GPU. These GPUs have no bf16:
-# there, add --fp16 and drop --bf16.
+# there, use --fp16 in the place of --bf16, in a copy of shared/training.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/gpt.sh"
 
 nodes=8 # 32 ranks: TP 4, PP 1, CP 1, EP 8, expert-TP 4

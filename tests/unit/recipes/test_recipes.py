@@ -183,6 +183,7 @@ def test_flags_of_several_values():
         ("mixtral_8x7b", {}, ("--num-layers", "33"), "33 layers are left for 2 stages"),
         ("mixtral_8x7b", {}, ("--seq-length", "4097"), "--seq-length 4097 is cut into 2 parts"),
         ("mixtral_8x7b", {}, ("--seq-length", "65536"), "--max-position-embeddings"),
+        ("mixtral_8x7b", {}, ("--train-iters", "300"), "--lr-warmup-iters 500 is not below the 300 steps"),
         ("mixtral_8x7b", {}, ("--num-experts", "12"), "divide"),
         ("mixtral_8x7b", {}, ("--num-attention-heads", "33"), "Megatron refuses"),
         ("mixtral_8x7b", {"gpu_memory": 24}, (), "GiB, and a GPU has 24 (gpu_memory), of which 10% are left"),
