@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,15 +47,17 @@ def not_after_passes(callback: Callable[[], None]) -> None:
 
 
 def later_micro_batches() -> int:
-    """Returns how many micro-batches a step has when batches have been ramped up; 0 where they are not, or a training
-    loop has no such calculator of Megatron's.
+    """Returns how many micro-batches a step has when batches have been ramped up; 0 where they are already, or never
+    are, or a training loop has no such calculator of Megatron's.
     """
-    from megatron.core import num_microbatches_calculator as calculators
+    from megatron.core import num_microbatches_calculator
 
-    calculator = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    if not isinstance(calculator, calculators.RampupBatchsizeNumMicroBatchesCalculator):
+    calculator = getattr(num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
+    if calculator is None:
         return 0
-    return calculator.global_batch_size // calculator.micro_batch_times_data_parallel_size
+    later = copy.copy(calculator)  # which class ramps up depends on Megatron's version
+    later.update(sys.maxsize, consistency_check=False)
+    return later.get() if later.get() != calculator.get() else 0
 
 
 def follow_micro_batches() -> None:

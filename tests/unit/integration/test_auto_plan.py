@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import num_microbatches_calculator as calculators
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -27,7 +28,7 @@ from megatron_moe_opt.integration.auto.look import NO_STEP, passes_held
 from megatron_moe_opt.integration.auto.memory_room import COMMUNICATOR_BYTES, MOST_OF_FREE, Room
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.layer import expert_migration_layer
-from megatron_moe_opt.integration.micro_batches import _followed, trains
+from megatron_moe_opt.integration.micro_batches import _followed, later_micro_batches, trains
 from megatron_moe_opt.integration.optimizer_step import gradients_cleared, step_ended
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
@@ -276,6 +277,18 @@ def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned):
         (found,) = controller._make_plan(FirstStep(((SEEN,),), rooms))
         assert [one.variant for one in found.predicted] == tried
         assert all("could run out of memory" in one.reason for one in found.refused if one.variant != "allgather")
+
+
+def test_passes_of_batches_that_are_ramped_up_are_those_of_the_last(planned):
+    def later(batch: int, ramp: list[int] | None, consumed: int = 0) -> int:
+        calculators.init_num_microbatches_calculator(0, ramp, batch, micro_batch_size=2, data_parallel_size=2)
+        calculators.update_num_microbatches(consumed)
+        try:
+            return later_micro_batches()
+        finally:
+            calculators.destroy_num_microbatches_calculator()
+
+    assert (later_micro_batches(), later(32, None), later(32, [8, 8, 96]), later(32, [8, 8, 96], 100)) == (0, 0, 8, 0)
 
 
 def test_others_experts_take_room_once_however_many_passes_are_under_way(planned):
