@@ -209,7 +209,7 @@ def clean() -> int:
 
 
 def _shape(namespace: str, device: str, rate_bits: int, packet: int, peak: float | None = None) -> None:
-    burst = burst_bytes(rate_bits, packet) if peak is None else max(PEAK_BUCKET, int(rate_bits / 8 * BURST_S))
+    burst = max(burst_bytes(rate_bits, packet), 0 if peak is None else PEAK_BUCKET)
     bucket = ["rate", f"{rate_bits}bit", "burst", f"{burst}b", "latency", "400ms"]
     if peak is not None:
         bucket += ["peakrate", f"{int(peak * rate_bits)}bit", "mtu", f"{packet + 64}b"]  # with what a link adds to it

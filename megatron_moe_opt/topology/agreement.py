@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 
 def found_by_first(find: Callable[[], T], group: dist.ProcessGroup) -> T:
@@ -30,15 +31,15 @@ def found_by_first(find: Callable[[], T], group: dist.ProcessGroup) -> T:
     return found[0]
 
 
-def largest_of_ranks(number: int, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> int:
+def largest_of_ranks(number: N, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> N:
     """Returns the largest number that a rank of these groups has. A collective call over one after the other, so that
     ranks agree that any chain of them connects.
     """
-    largest = torch.tensor(number, device=device)
+    largest = torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else torch.int64, device=device)
     for group in groups:
         if group is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return int(largest)  # host synchronisation
+    return largest.item()  # host synchronisation
 
 
 def known_to_all(own: T, group: dist.ProcessGroup | None = None) -> list[T]:

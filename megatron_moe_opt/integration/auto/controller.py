@@ -68,7 +68,7 @@ from megatron_moe_opt.integration.layer.configured_workload import layer_workloa
 from megatron_moe_opt.integration.layer.layer_passes import number_of
 from megatron_moe_opt.integration.layer.netmoe_layer import link
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass, note_stock
-from megatron_moe_opt.integration.micro_batches import after_passes, trains
+from megatron_moe_opt.integration.micro_batches import after_passes, later_micro_batches, trains
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
@@ -82,7 +82,7 @@ from megatron_moe_opt.row_format import SAME
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.systems import moves_samples, system_of
 from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS
-from megatron_moe_opt.topology.agreement import found_by_first, known_to_all
+from megatron_moe_opt.topology.agreement import found_by_first, known_to_all, largest_of_ranks
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
 from megatron_moe_opt.topology.process_groups import is_destroyed
 from megatron_moe_opt.variants import split_variant
@@ -401,8 +401,9 @@ class Controller:
 
     def _held(self, of_layer: Callable[[Alike, PlannedLayer], Above]) -> int:
         """Returns the bytes that all layers of this rank hold in a step together, of what each holds."""
+        later = later_micro_batches()
         return sum(
-            of_layer(one, layer).of(passes_held(layer, self.config), layers=1)
+            of_layer(one, layer).of(passes_held(layer, self.config, later), layers=1)
             for one in self.shapes
             for layer in self._layers_of(one)
         )
@@ -461,7 +462,8 @@ class Controller:
         """Whether all GPUs have room for what runs in a step that is looked at, which may hold more than what was
         chosen. A collective call over the world.
         """
-        room = memory_room.room(sum(passes_held(layer, self.config) for layer in self.layers), len(self.layers))
+        later = later_micro_batches()
+        room = memory_room.room(sum(passes_held(layer, self.config, later) for layer in self.layers), len(self.layers))
         above = self._held(lambda one, _: one.above(one.ran, self.chosen[one.shape]))
         return all(known_to_all(room is None or above <= room.spare))
 
@@ -491,9 +493,8 @@ class Controller:
 
     def _largest(self, value: float) -> float:
         """Returns the largest value of all ranks."""
-        largest = torch.tensor(value, dtype=torch.float64, device=device_of(dist.group.WORLD))
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return largest.item()  # host synchronisation: in trials, and once a window of Drift
+        # host synchronisation: in trials, and once a window of Drift
+        return largest_of_ranks(float(value), (dist.group.WORLD,), device_of(dist.group.WORLD))
 
     def _synchronize(self) -> None:
         if torch.cuda.is_available():

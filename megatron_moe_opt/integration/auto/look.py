@@ -69,7 +69,8 @@ class Look:
         if self.options.plan is None:
             self._compare_levels()
         seen = tuple(one for layer in self.layers if (one := layer.seen()) is not None)
-        held, later = (sum(passes_held(layer, self.config, batch) for layer in self.layers) for batch in (0, None))
+        batches = (0, later_micro_batches())
+        held, later = (sum(passes_held(layer, self.config, batch) for layer in self.layers) for batch in batches)
         room = memory_room.room(held, len(self.layers), self._after_passes, later)
         return FirstStep((seen,), () if room is None else (room,), *self._samples())
 
@@ -113,14 +114,12 @@ class Look:
             return None, str(error)
 
 
-def passes_held(layer: PlannedLayer, config: Any, later: int | None = None) -> int:
+def passes_held(layer: PlannedLayer, config: Any, later: int = 0) -> int:
     """Returns how many passes of a layer a rank holds the activations of at once: as many as it had in the step that
     was looked at, but no more than the pipeline has stages, virtual ones counted.
 
     Args:
-        later: micro-batches of the steps to come, where they are more than that step had; None: those of batches that
-            have been ramped up.
+        later: micro-batches of the steps to come, where they are more than that step had.
     """
     stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-    later = later_micro_batches() if later is None else later
     return min(max(layer.passes, later), stages) if layer.passes else 0
