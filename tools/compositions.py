@@ -23,7 +23,7 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.mpmoe import PartitionedLayer, costs_of
 from megatron_moe_opt.schedules.issue_order import in_issue_order
-from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, NONE, ROWS, backward, forward
+from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, NONE, ROWS, SHARED_ROWS, backward, forward
 from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import OF_EXPERTS, Kind, Lane, Op, Schedule
 from megatron_moe_opt.topology.layouts import Layout
@@ -121,19 +121,26 @@ def least(layer: LayerOnCluster, way: str, build: Builder, edge: bool, costs: Co
     return min(layer.prediction("", build(layer, way, n), alone, costs=costs).seconds for n in PARTITIONS)
 
 
+def built(layer: LayerOnCluster, way: str) -> float:
+    """Returns the seconds of a layer by a way that `mpmoe` has, in its best number of partitions."""
+    return min(PartitionedLayer.of(layer, n, way).prediction(layer, "").seconds for n in PARTITIONS)
+
+
 def of_replicated_tokens(layer: LayerOnCluster) -> dict[str, float]:
     """Returns the time of each composition over that of the fastest candidate; where it is built itself, of the fastest
     other one.
     """
     split_before = LayerOnCluster(replace(layer.workload, routes_all=False), layer.cluster)
-    rows, hops, hops_split_before = (
-        least(layer, ROWS, passes, True), least(layer, HOPS, passes, False), least(split_before, HOPS, passes, True)
-    )  # fmt: skip
+    rows, hops, hops_split_before = built(layer, ROWS), built(layer, HOPS), built(split_before, HOPS)
     # What is known to take longer than these need not be predicted.
     found, _ = candidates(layer.workload, layer.cluster, below=min(rows, hops) * 1.0001)
-    best, other = found[0].seconds, next(one.seconds for one in found if not one.variant.endswith(JOINT))
+    best = found[0].seconds
+
+    def of_other(way: str) -> float:
+        return built(layer, way) / next(one.seconds for one in found if not one.variant.endswith(way))
+
     ratios = {
-        "`parm`'s S2, partitions by rows": least(layer, ROWS, gathered, False) / best,
+        "`mpmoe:n:shared-rows`, which is built": of_other(SHARED_ROWS),
         "AllGathers behind partitions that hop, which are built: of the time with S1's": hops / hops_split_before,
     }
     if layer.workload.etp == 1:
@@ -143,7 +150,7 @@ def of_replicated_tokens(layer: LayerOnCluster) -> dict[str, float]:
         "`parm`'s S2, partitions by one all-to-all": least(layer, JOINT, gathered, False) / best,
         "MoNTA's chunks inside partitions": inside / best,
         "the same, of the time of `mpmoe` by rows": inside / rows,
-        "`mpmoe:n:joint`, which is built": least(layer, JOINT, passes, True) / other,
+        "`mpmoe:n:joint`, which is built": of_other(JOINT),
     }
 
 

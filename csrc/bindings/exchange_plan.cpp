@@ -1,7 +1,6 @@
 #include "planning/exchange_plan.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <vector>
@@ -60,20 +59,23 @@ py::tuple plan_exchange(const Input<"counts">& of_ranks, Size<"ep_rank"> ep_rank
   return py::make_tuple(chunks, tokens);
 }
 
-// (int64 [EP, ETP, E] rows that each rank exchanges, [tp_size][EP] rows of each part of the planning rank's, the sum of
-// counts): see planning/exchange_plan.h.
+// (int64 [partitions, EP, ETP, E] rows that each rank exchanges, [partitions * tp_size][EP] rows of each part of the
+// planning rank's, the sum of counts): see planning/exchange_plan.h.
 py::tuple share_out(const Input<"counts">& of_ranks, const Input<"tp_ranks">& of_tp, Size<"tp_size"> tp_size,
-                    Size<"ep_rank"> ep_rank, Size<"etp_rank"> etp_rank) {
+                    Size<"partitions"> partitions, Size<"ep_rank"> ep_rank, Size<"etp_rank"> etp_rank) {
   const Tensor counts = of_ranks.contiguous(), tp_ranks = of_tp.contiguous();
   const planning::Counts of_rank = checked_counts(counts, ep_rank, etp_rank);
   check(tp_ranks.scalar_type() == ScalarType::Long && tp_ranks.is_cpu() &&
             tp_ranks.sizes() == at::IntArrayRef{of_rank.ep_size, of_rank.etp_size},
         "tp_ranks must be int64 [ep, etp] on the CPU");
   check(tp_size >= 1 && tp_size <= kMostChunks, tp_size, " TP ranks: give a number from 1 to ", kMostChunks);
-  check(counts.numel() <= kMostBlocks, "counts of shape ", counts.sizes(), " are more than ", kMostBlocks, " numbers");
-  Tensor sent = at::empty_like(counts);
-  const planning::Shares shares =
-      planning::share_out(of_rank, tp_ranks.const_data_ptr<int64_t>(), tp_size, sent.mutable_data_ptr<int64_t>());
+  check(partitions >= 1 && bounded_product(partitions, tp_size) <= kMostChunks, partitions, " partitions for ", tp_size,
+        " TP ranks: give 1 to ", kMostChunks, " for all of them");
+  check(bounded_product(bounded_product(counts.numel(), partitions), tp_size) <= kMostBlocks, partitions,
+        " partitions of counts of shape ", counts.sizes(), " are more than ", kMostBlocks, " numbers");
+  Tensor sent = at::empty({partitions, of_rank.ep_size, of_rank.etp_size, counts.size(2)}, counts.options());
+  const planning::Shares shares = planning::share_out(of_rank, tp_ranks.const_data_ptr<int64_t>(), tp_size, partitions,
+                                                      sent.mutable_data_ptr<int64_t>());
   return py::make_tuple(sent, shares.own, shares.total);
 }
 

@@ -87,26 +87,31 @@ std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, b
   return plan;
 }
 
-Shares share_out(const Counts& counts, const int64_t* tp_ranks, int64_t tp_size, int64_t* sent) {
+Shares share_out(const Counts& counts, const int64_t* tp_ranks, int64_t tp_size, int64_t partitions, int64_t* sent) {
   const int64_t ranks = counts.ep_size * counts.etp_size, experts = counts.ep_size * counts.local;
-  Shares shares{std::vector<ChunkPlan::Numbers>(tp_size, ChunkPlan::Numbers(counts.ep_size))};
-  std::vector<int64_t> of_rest(tp_size);  // what a rank's part has of so many rows that do not divide
+  const int64_t parts = partitions * tp_size;
+  Shares shares{std::vector<ChunkPlan::Numbers>(parts, ChunkPlan::Numbers(counts.ep_size))};
+  std::vector<int64_t> of_rest(parts);  // what a rank's part of a partition has of so many rows that do not divide
   for (int64_t rank = 0; rank < ranks; ++rank) {
-    const int64_t part = tp_ranks[rank];
-    if (part < 0 || part >= tp_size) throw std::invalid_argument("tp_ranks holds what is no TP rank");
-    for (int64_t rest = 0; rest < tp_size; ++rest) of_rest[rest] = Cut(rest, tp_size).rows(part);
-    for (int64_t i = rank * experts; i < (rank + 1) * experts; ++i) {
-      const int64_t rows = checked(counts.rows[i], kMostRows);
-      // Numbers of 32 bits are divided in less time, and these nearly always are.
-      const int64_t whole = rows >> 32 ? rows / tp_size : static_cast<uint32_t>(rows) / static_cast<uint32_t>(tp_size);
-      sent[i] = whole + of_rest[rows - whole * tp_size];
-      shares.total += rows;
+    if (tp_ranks[rank] < 0 || tp_ranks[rank] >= tp_size)
+      throw std::invalid_argument("tp_ranks holds what is no TP rank");
+    for (int64_t partition = 0; partition < partitions; ++partition) {
+      const int64_t part = partition * tp_size + tp_ranks[rank];
+      int64_t* sent_of_rank = sent + (partition * ranks + rank) * experts;
+      for (int64_t rest = 0; rest < parts; ++rest) of_rest[rest] = Cut(rest, parts).rows(part);
+      for (int64_t expert = 0; expert < experts; ++expert) {
+        const int64_t rows = checked(counts.rows[rank * experts + expert], kMostRows);
+        // Numbers of 32 bits are divided in less time, and these nearly always are.
+        const int64_t whole = rows >> 32 ? rows / parts : static_cast<uint32_t>(rows) / static_cast<uint32_t>(parts);
+        sent_of_rank[expert] = whole + of_rest[rows - whole * parts];
+        if (partition == 0) shares.total += rows;
+      }
     }
   }
   const int64_t* own = counts.rows + (counts.ep_rank * counts.etp_size + counts.etp_rank) * experts;
   for (int64_t expert = 0; expert < experts; ++expert) {
-    const Cut cut(own[expert], tp_size);
-    for (int64_t m = 0; m < tp_size; ++m) shares.own[m][expert / counts.local] += cut.rows(m);
+    const Cut cut(own[expert], parts);
+    for (int64_t part = 0; part < parts; ++part) shares.own[part][expert / counts.local] += cut.rows(part);
   }
   return shares;
 }

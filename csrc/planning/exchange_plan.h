@@ -40,16 +40,17 @@ int64_t num_blocks(const Counts& counts, int64_t num_chunks);
 std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, bool together, int64_t* source_rows,
                                      int64_t* target_rows, int64_t* row_counts, int64_t* tokens_per_expert);
 
-// Where the ranks of a TP group of `tp_size` have the same rows: TP rank m exchanges part m of them, see Shares.
+// Where the ranks of a TP group of `tp_size` have the same rows: of every partition, TP rank m exchanges part m.
 struct Shares {
-  std::vector<ChunkPlan::Numbers> own;  // [tp_size][ep_size] rows of each part of the planning rank's for each peer
-  int64_t total = 0;                    // rows of all ranks before they are cut, which all agree on
+  // [partitions * tp_size][ep_size] rows of each part of the planning rank's for each peer
+  std::vector<ChunkPlan::Numbers> own;
+  int64_t total = 0;  // rows of all ranks before they are cut, which all agree on
 };
 
-// What each rank exchanges, into sent [ep_size, etp_size, ep_size * local]; the parts are those of chunks. tp_ranks
-// [ep_size, etp_size] is the TP rank of each.
+// What each rank exchanges, into sent [partitions, ep_size, etp_size, ep_size * local]: the parts are chunks, of which
+// each partition has tp_size, one behind another. tp_ranks [ep_size, etp_size] is the TP rank of each.
 //
 // Throws std::invalid_argument where it meets what is no number of rows, or no TP rank.
-Shares share_out(const Counts& counts, const int64_t* tp_ranks, int64_t tp_size, int64_t* sent);
+Shares share_out(const Counts& counts, const int64_t* tp_ranks, int64_t tp_size, int64_t partitions, int64_t* sent);
 
 }  // namespace moe_opt::planning

@@ -146,6 +146,19 @@ def counts_beyond(copies: TokenCopies, of_experts: torch.Tensor) -> HostCopy:
     return HostCopy(all_gather_rows(of_experts, copies.group).view(copies.group.size(), -1))
 
 
+def map_shared_rows(
+    routing_map_TE: torch.Tensor, groups: ExpertGroups, copies: TokenCopies, **sizes: int | None
+) -> tuple[RowMap, HostCopy, HostCopy | None]:
+    """Returns what `map_rows` does where the ranks of a TP group have the same rows; and what `counts_beyond` does,
+    where that group reaches beyond the joint group and padding does not tell.
+    """
+    beyond = None
+    if not copies.inside and sizes.get("capacity") is None:
+        # Before the joint group's counts: when the host has waited for those, these are there.
+        beyond = counts_beyond(copies, routing_map_TE.sum(0))
+    return *map_rows(routing_map_TE, groups, **sizes), beyond
+
+
 def map_rows(
     routing_map_TE: torch.Tensor, groups: ExpertGroups, *, capacity: int | None = None, num_rows: int | None = None
 ) -> tuple[RowMap, HostCopy]:

@@ -10,8 +10,9 @@ partition j is part j of this rank's tokens, one after another, those at both en
 them has for a rank differs as the tokens' experts do. Partitions may share buffers; backward restores what is
 overwritten (Table II).
 
-Without sequence parallelism all ranks of a TP group hold the same tokens. By hops they share out each partition (Parm's
-S2, after the gate), and its AllGather over TP runs beside the experts of the next ones.
+Without sequence parallelism all ranks of a TP group hold the same tokens. By hops, and where rows are to be shared,
+they share out each partition (Parm's S2, after the gate), and its AllGather over TP runs beside the experts of the next
+ones.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_rows
+from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_rows, map_shared_rows
 from megatron_moe_opt.dispatchers.hopping_tokens import HoppingTokens
 from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Partitioning, Partitions
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing, saved_tensors_are_hooked
 from megatron_moe_opt.runtime.hops.token_hops import TokenHops
-from megatron_moe_opt.runtime.rows.exchange_plan import plan_partitions
+from megatron_moe_opt.runtime.rows.exchange_plan import plan_partitions, plan_shared_partitions
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows, permuted
-from megatron_moe_opt.runtime.rows.ways import way_of
+from megatron_moe_opt.runtime.rows.ways import EpThenExpertTp, way_of
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import through_experts
 from megatron_moe_opt.runtime.through_experts.shared_call import SharedExperts
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
-from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, ROWS, token_shares
+from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, ROWS, SHARED_ROWS, token_shares
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
 
@@ -52,6 +53,10 @@ class PartitionedRows:
     counts: HostCopy
     """The rows of every rank for each expert, [ep_size, etp_size, experts], on their way to the host."""
     groups: ExpertGroups
+    copies: TokenCopies | None = None
+    """The TP group that shares out its rows; None: every rank has rows of its own."""
+    beyond: HostCopy | None = None
+    """What `counts_beyond` returns of this pass; None: the counts tell."""
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -59,8 +64,13 @@ class PartitionedRows:
         groups, source = self.groups, self.own.source
         device = source.row_map.rows.device
         # host synchronisation: for the counts, the only one of a forward pass
-        plans = plan_partitions(self.counts.wait(), groups.ep_rank, groups.etp_rank, self.partitions.count, device)
-        way = way_of(groups, None if self.partitions.way == JOINT else "O1", source.payload)
+        counts, ranks, number = self.counts.wait(), (groups.ep_rank, groups.etp_rank), self.partitions.count
+        if self.copies is None:
+            plans = plan_partitions(counts, *ranks, number, device)
+            way = way_of(groups, None if self.partitions.way == JOINT else "O1", source.payload)
+        else:
+            plans = plan_shared_partitions(counts, *ranks, self.copies, self.beyond, number, device)
+            way = EpThenExpertTp(groups, "O1", source.payload, self.copies.group)
         return tuple(Exchange(way, plan) for plan in plans)
 
 
@@ -90,7 +100,7 @@ class MpmoeDispatcher(Dispatcher):
             wire: how rows travel.
             is_recomputed: whether forward passes are repeated in backward passes, in the partitions that they had: then
                 partitions are chosen once an optimizer step (`begin_step`).
-            shares_tokens: a TP group whose ranks hold the same tokens shares them out here, where all of them hop.
+            shares_tokens: a TP group whose ranks hold the same tokens shares them out here, or their rows.
         """
         self.groups, self.partitioning, self.wire = groups, partitioning, wire
         self.hops: TokenHops | None = None
@@ -132,7 +142,8 @@ class MpmoeDispatcher(Dispatcher):
     def take_copies(self, tp: ProcessGroup, tokens_TH: torch.Tensor) -> bool:
         """Returns whether a TP group shares out its tokens here, and gets back all of them."""
         if self._shares_tokens:
-            self._copies = TokenCopies.of(tp, self.groups, f"--moe-opt-way {HOPS}", f"--moe-opt-way {ROWS}")
+            way = SHARED_ROWS if self.hops is None else HOPS
+            self._copies = TokenCopies.of(tp, self.groups, f"--moe-opt-way {way}", f"--moe-opt-way {ROWS}")
         return self._shares_tokens
 
     def permute(
@@ -172,9 +183,15 @@ class MpmoeDispatcher(Dispatcher):
             rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, shares, is_padded, tp)
             tokens = HoppingTokens.tell(self.hops, rows, routing_map_TE, self.migrated, copies)
             return self.hops.pack(tokens_TH, probs_TE, rows), Partitioned(partitions, probs_TE.dtype, tokens)
-        row_map, counts = map_rows(routing_map_TE, groups, capacity=capacity, num_rows=num_rows)
-        packed, own = permuted(tokens_TH, probs_TE, row_map.cut(partitions.count), self.wire)
-        return packed, Partitioned(partitions, probs_TE.dtype, PartitionedRows(partitions, own, counts, groups))
+        sizes, beyond, parts = {"capacity": capacity, "num_rows": num_rows}, None, partitions.count
+        if copies is None:
+            row_map, counts = map_rows(routing_map_TE, groups, **sizes)
+        else:
+            row_map, counts, beyond = map_shared_rows(routing_map_TE, groups, copies, **sizes)
+            parts *= copies.group.size()
+        packed, own = permuted(tokens_TH, probs_TE, row_map.cut(parts), self.wire)
+        rows = PartitionedRows(partitions, own, counts, groups, copies, beyond)
+        return packed, Partitioned(partitions, probs_TE.dtype, rows)
 
     def dispatch(
         self, packed: torch.Tensor, partitioned: Partitioned, prob_dtype: torch.dtype

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, counts_beyond, map_rows
+from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows, map_shared_rows
 from megatron_moe_opt.dispatchers.parm_schedule import ParmSchedule, ScheduleChoice
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.rows.exchange_plan import Sharing
@@ -61,14 +61,12 @@ class ParmDispatcher(Dispatcher):
         """Groups this rank's tokens by chunk and expert or, under S2, those of the TP group by part and expert."""
         if self.schedule is None:
             self.schedule = self.choice.choose(tokens_TH, None)
-        copies, beyond = self.copies, None
-        if copies is not None and not copies.inside and sizes.get("capacity") is None:
-            # Before the joint group's counts: when the host has waited for those, these are there.
-            beyond = counts_beyond(copies, routing_map_TE.sum(0))
-        row_map, counts = map_rows(routing_map_TE, self.groups, **sizes)
+        copies = self.copies
         if copies is None:
+            row_map, counts = map_rows(routing_map_TE, self.groups, **sizes)
             packed, own = permuted(tokens_TH, probs_TE, row_map.cut(self.schedule.chunks), self.wire)
             return packed, Dispatched(own, counts, self.groups, self.schedule.level)
+        row_map, counts, beyond = map_shared_rows(routing_map_TE, self.groups, copies, **sizes)
         packed, own = permuted(tokens_TH, probs_TE, row_map.cut(copies.group.size()), self.wire)
         payload = own.source.payload
         row_bytes = payload.wire.combine.payload_bytes(payload.hidden, payload.dtype)

@@ -11,7 +11,7 @@ from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.skew import rows_as_even
-from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, NONE, PARTITIONS, ROWS
+from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, NONE, PARTITIONS, ROWS, SHARED_ROWS
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
 
@@ -36,7 +36,12 @@ class Partitions:
         return cls(options.partition_counts[0], options.memory_strategies[0], options.ways[0])
 
 
-_IN_WORDS = {ROWS: "", HOPS: ", a token once over every link", JOINT: ", in one all-to-all to all shards of an expert"}
+_IN_WORDS = {
+    ROWS: "",
+    HOPS: ", a token once over every link",
+    JOINT: ", in one all-to-all to all shards of an expert",
+    SHARED_ROWS: ", rows shared out over TP",
+}
 
 
 class Partitioning(Protocol):

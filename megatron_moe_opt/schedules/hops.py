@@ -22,8 +22,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar
 
-from megatron_moe_opt.schedules.monta import EXPERT_TP, GATHERED
-from megatron_moe_opt.schedules.parm import TP
+from megatron_moe_opt.schedules.monta import EXPERT_TP, GATHERED, RETURNED, gathered_over_tp
 from megatron_moe_opt.schedules.pipeline import Stage, chunk_by_chunk
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure, Outline
 
@@ -67,6 +66,11 @@ class HopRows:
     tp_size: int = 1
     """Number of ranks that have shared out tokens all of them hold, and get back those of all."""
     tp_rank: int = 0
+
+    @property
+    def packed(self) -> int:
+        """Returns the number of tokens that are packed here: its own."""
+        return self.own
 
     @property
     def returned(self) -> int:
@@ -132,8 +136,7 @@ class HopStages:
             stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level), copied, f"summed_{level}"))
         if self.tp_size == 1:
             return [*stages[:-1], replace(stages[-1], writes="rows")]
-        gather = Stage(Kind.ALL_GATHER, Lane.INTRA, attrgetter("returned"), "rows", TP)
-        return [*stages[:-1], replace(stages[-1], writes="own"), gather]
+        return gathered_over_tp(stages, RETURNED)
 
     @property
     def _end(self) -> Lane:

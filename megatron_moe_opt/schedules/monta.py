@@ -11,22 +11,23 @@ the all-gather; O3 copies in a lane of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar
 
 from megatron_moe_opt.schedules.pipeline import ChunkBytes, Stage, chunk_by_chunk
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure, Outline
 
 LEVELS = ("O1", "O2", "O3")
 CHUNK_COUNTS = (1, 2, 4, 8, 16)
 """The numbers of chunks to choose from."""
 EP = "ep"
 EXPERT_TP = "expert-tp"
-EXCHANGED, GATHERED = attrgetter("exchanged"), attrgetter("gathered")
+TP = "tp"
+EXCHANGED, GATHERED, RETURNED = map(attrgetter, ("exchanged", "gathered", "returned"))
 """Functions that return one of the sizes in ChunkBytes."""
 
 
@@ -42,6 +43,8 @@ class AllToAllAndGather:
     """The lane in which rows are sorted by expert."""
     unsort: Lane
     """The lane in which rows are sorted by source again."""
+    tp_size: int = 1
+    """Number of ranks that have shared out rows all of them hold, and get back those of all (Parm's S2)."""
 
     lies_in: ClassVar[Mapping[str, str]] = MappingProxyType({"arrived": "gathered"})
     """Where a buffer lies: an all-to-all may arrive in its own part of what the all-gather writes."""
@@ -68,7 +71,18 @@ class AllToAllAndGather:
             stages.append(Stage(Kind.SUM, Lane.INTRA, GATHERED, "summed", also_reads=("unsorted",)))
         if self.ep_size > 1:
             stages.append(Stage(Kind.ALL_TO_ALL, Lane.INTER, EXCHANGED, "rows", EP))
-        return stages
+        return stages if self.tp_size == 1 else gathered_over_tp(stages, RETURNED)
+
+
+def gathered_over_tp(stages: Sequence[Stage], size: Measure) -> list[Stage]:
+    """Returns stages back to the sources behind which the ranks of a TP group gather each other's rows: what the last
+    stage wrote is this rank's `own` then.
+
+    Args:
+        size: of all that a rank gets back.
+    """
+    *before, last = stages
+    return [*before, replace(last, writes="own"), Stage(Kind.ALL_GATHER, Lane.INTRA, size, "rows", TP)]
 
 
 @cache

@@ -46,7 +46,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Protocol
 
-from megatron_moe_opt.schedules.monta import AllToAllAndGather
+from megatron_moe_opt.schedules.monta import TP, AllToAllAndGather
 from megatron_moe_opt.schedules.parm import JointAllToAll
 from megatron_moe_opt.schedules.pipeline import ChunkBytes, Pipeline, Stage, Stages, base_name, own_buffer
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure, Outline, Schedule
@@ -98,9 +98,9 @@ STRATEGIES = {
     "S3": Strategy(Restore.OFFLOAD, Restore.RECOMPUTE),
     "S4": Strategy(Restore.COMMUNICATE, Restore.RECOMPUTE),
 }
-ROWS, HOPS, JOINT = "rows", "hops", "joint"
-"""The ways: a row for each expert of a token; a token once over every link; or a row at once for each shard of each of
-its experts.
+ROWS, HOPS, JOINT, SHARED_ROWS = "rows", "hops", "joint", "shared-rows"
+"""The ways: a row for each expert of a token; a token once over every link; a row at once for each shard of each of its
+experts; or rows for each expert of tokens that all ranks of a TP group hold, which they share out (Parm's S2).
 """
 _AT_THE_ENDS = (2, 3)
 """The shares of the tokens that the first partitions have, and the last ones mirrored, where others have 4."""
@@ -130,6 +130,10 @@ class Partition(Protocol):
         """Returns the number of the partition's rows that this rank sends out."""
 
     @property
+    def packed(self) -> int:
+        """Returns the number of rows that are packed here: its own; or all that it gets back, its own among them."""
+
+    @property
     def returned(self) -> int:
         """Returns the number of rows that this rank gets back: those that it has sent; or, where a TP group has shared
         its rows out, those of all ranks of that group.
@@ -155,25 +159,35 @@ class PartitionRows:
     """Number of rows that its all-to-all carries."""
     gathered: int
     """Number of rows of all expert-TP peers, after the all-gather."""
+    of_tp: tuple[int, ...] = ()
+    """Rows of each rank of the TP group that has shared out its rows; empty: they are this rank's own."""
+    tp_rank: int = 0
 
     @property
     def returned(self) -> int:
-        """Returns the number of rows that come back: its own."""
-        return self.own
+        """Returns the number of rows that come back to this rank."""
+        return sum(self.of_tp) if self.of_tp else self.own
+
+    @property
+    def packed(self) -> int:
+        """Returns the number of rows that are packed here: all that come back."""
+        return self.returned
 
     @property
     def own_place(self) -> int:
-        """Returns 0, where its own rows begin among them."""
-        return 0
+        """Returns where its own rows begin among them."""
+        return sum(self.of_tp[: self.tp_rank])
 
     def bytes(self, row_bytes: int) -> ChunkBytes:
         """Returns what moves of rows of so many bytes."""
-        return ChunkBytes(self.own * row_bytes, self.gathered * row_bytes)
+        return ChunkBytes(self.own * row_bytes, self.gathered * row_bytes, self.returned * row_bytes)
 
 
-def by_rows(ep_size: int, etp_size: int) -> AllToAllAndGather:
-    """Returns the stages of a row for every expert of a token: MPMoE's own."""
-    return AllToAllAndGather(ep_size, etp_size, sort=Lane.COPY, unsort=Lane.INTRA)
+def by_rows(ep_size: int, etp_size: int, tp_size: int = 1) -> AllToAllAndGather:
+    """Returns the stages of a row for every expert of a token: MPMoE's own. With a TP group of several ranks these have
+    shared out their rows.
+    """
+    return AllToAllAndGather(ep_size, etp_size, sort=Lane.COPY, unsort=Lane.INTRA, tp_size=tp_size)
 
 
 def jointly(etp_size: int) -> JointAllToAll:
@@ -409,8 +423,10 @@ class _Partitions(Pipeline):
         self._way, self._ahead = way, 1 if strategy.reuses else way.ahead
         self._on_the_way: dict[tuple[int, Move], tuple[str, Sequence[Stage]]] = {}
         """Where the rows of a partition are that have been sent, but not sorted, and what remains until they are."""
-        self._at_source: dict[int, tuple[str, Sequence[Stage], Mapping[str, str]]] = {}
-        """Where the rows of a partition are that are back, and what remains to be done with them, by what names."""
+        self._at_source: dict[int, tuple[str, Sequence[Stage], Sequence[Stage], Mapping[str, str]]] = {}
+        """Where the rows of a partition are that are back, and what remains to be done with them: sums, and what a TP
+        group does with these; by what names.
+        """
 
     def alternate(
         self, send: Part, sort: Part, compute: Part, back: Part, shared: tuple[Kind, str] | None = None
@@ -477,21 +493,23 @@ class _Partitions(Pipeline):
         stages = self._stages(move)
         own = own_buffer(move.prefix + "own", j)  # in the memory of the target, of which every partition has its own
         names = {**move.names(stages, self._way.lies_in), "own": own, stages[-1].writes: target}
-        last_sort = max((n for n, stage in enumerate(stages) if stage.kind is Kind.PERMUTE), default=0)
-        moves, at_source = (stages[:last_sort], stages[last_sort:]) if last_sort else (stages, [])
-        self._at_source[j] = self.through(j, move.source, moves, names), at_source, names
+        moves = stages[:-1] if stages[-1].group == TP else stages
+        share = stages[len(moves) :]
+        sums = moves[-1:] if len(moves) > 1 and moves[-1].kind is Kind.PERMUTE else []
+        moves = moves[: len(moves) - len(sums)]
+        self._at_source[j] = self.through(j, move.source, moves, names), sums, share, names
 
     def _sum_up(self, j: int) -> None:
-        """Adds what a rank does with the rows of a partition that are back."""
+        """Adds what a rank does with the rows of a partition that are back: it sums those of a token."""
         if j in self._at_source:
-            back, at_source, names = self._at_source[j]
-            self._at_source[j] = self.through(j, back, at_source[:1], names), at_source[1:], names
+            back, sums, share, names = self._at_source[j]
+            self._at_source[j] = self.through(j, back, sums, names), [], share, names
 
     def _share(self, j: int) -> None:
         """Adds what the ranks of a TP group that have shared out a partition do with its sums: they gather them."""
         if j in self._at_source:
-            back, at_source, names = self._at_source.pop(j)
-            self.through(j, back, at_source, names)
+            back, _, share, names = self._at_source.pop(j)
+            self.through(j, back, share, names)
 
     def _stages(self, move: Move) -> list[Stage]:
         """Returns the stages of the way in a move's direction, which measure rows of a partition as it has them."""

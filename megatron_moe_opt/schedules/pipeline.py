@@ -25,6 +25,8 @@ class ChunkBytes:
     """Bytes of this rank's own rows, which its all-to-all carries."""
     gathered: int = 0
     """Bytes of the rows of all expert-TP peers, after the all-gather."""
+    returned: int = 0
+    """Bytes of the rows that this rank gets back, where a TP group has shared its rows out."""
 
 
 @dataclass(frozen=True)

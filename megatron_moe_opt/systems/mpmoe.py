@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from operator import itemgetter
 from pathlib import Path
@@ -16,9 +16,9 @@ from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
 from megatron_moe_opt.planning.costs.domain_curves import has_curves
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.predicting.mpmoe import PartitionedLayer, no_hops, no_joint
+from megatron_moe_opt.planning.predicting.mpmoe import PartitionedLayer, no_hops, no_joint, no_sharing
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
-from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, NONE, PARTITIONS, ROWS, STRATEGIES, Restore
+from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, NONE, PARTITIONS, ROWS, SHARED_ROWS, STRATEGIES, Restore
 from megatron_moe_opt.systems.expert_migration import (
     EXPERT_MIGRATION,
     check_padding,
@@ -71,10 +71,11 @@ class MpmoeOptions(SharedOptions):
     )
     way: str | None = option(
         "way",
-        one_of(ROWS, HOPS, JOINT, AUTO),
+        one_of(ROWS, HOPS, JOINT, SHARED_ROWS, AUTO),
         "how mpmoe's partitions, or netmoe's samples, go to their experts: rows, one for each expert of a token; "
         f"hops, a token once over every link, over the network levels of {PREFIX}levels; or, of mpmoe, joint: a row to "
-        f"all shards of its expert in one all-to-all over EP and expert-TP (default: {ROWS})",
+        "all shards of its expert in one all-to-all over EP and expert-TP; or shared-rows: rows of tokens that all TP "
+        f"ranks hold, shared out behind the router as in Parm's S2 (default: {ROWS})",
         auto=CHOOSES,
     )
     domain_sizes: ClassVar[tuple[int, ...] | str | None] = AUTO
@@ -110,7 +111,7 @@ class MpmoeOptions(SharedOptions):
     @property
     def ways(self) -> tuple[str, ...]:
         """Returns the ways of partitions to choose from; one where the user chose."""
-        return (ROWS, HOPS, JOINT) if self.way == AUTO else (self.way or ROWS,)
+        return (ROWS, HOPS, JOINT, SHARED_ROWS) if self.way == AUTO else (self.way or ROWS,)
 
     def check(self) -> None:
         """Refuses, with ConfigurationError, several numbers of partitions, or auto, without a profile."""
@@ -126,16 +127,16 @@ def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
     from megatron_moe_opt.runtime.hops.token_hops import TokenHops
     from megatron_moe_opt.topology.domain_groups import domain_groups, levels_of
 
-    is_recomputed = repeats_moe_layers(config)
-    if HOPS not in options.ways:
-        workload = layer_workload(config, groups, wire=options.wire)
-        partitioning = partitioning_of(options, groups, workload)
-        return MpmoeDispatcher(groups, partitioning, options.wire, is_recomputed=is_recomputed)
-    workers = levels_of(groups.ep, options.network_levels)
+    hopping = HOPS in options.ways
+    workers = levels_of(groups.ep, options.network_levels) if hopping else ()
     workload = layer_workload(config, groups, workers, wire=options.wire)
-    shares_tokens = workload.sharers > 1 and options.ways == (HOPS,)
+    shares_tokens = workload.sharers > 1 and options.ways in ((HOPS,), (SHARED_ROWS,))
+    if not shares_tokens:
+        workload = replace(workload, routes_all=False)  # they are split before the router, whatever way is chosen
     partitioning = partitioning_of(options, groups, workload)
-    dispatcher = MpmoeDispatcher(groups, partitioning, options.wire, shares_tokens, is_recomputed)
+    dispatcher = MpmoeDispatcher(groups, partitioning, options.wire, shares_tokens, repeats_moe_layers(config))
+    if not hopping:
+        return dispatcher
     hops_in = domain_groups(groups.ep, domains_of(options, workers), dispatcher)
     dispatcher.hops = TokenHops(hops_in, groups, config.num_moe_experts, config.moe_router_topk, options.wire)
     return dispatcher
@@ -169,6 +170,8 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
             f"{PREFIX}way {JOINT} sends rows to all shards of an expert at once, and with "
             f"--expert-tensor-parallel-size 1 experts are whole: give {PREFIX}way {ROWS}, whose all-to-all is the same"
         )
+    if options.way == SHARED_ROWS:
+        _check_shared(config)
     if options.partition_counts != (1,) and _rounds_each(config, arguments):
         raise ConfigurationError(ROUNDS_EACH)
     check_levels(options)
@@ -202,6 +205,24 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
     if offloads:
         raise ConfigurationError(
             f"--fine-grained-activation-offloading offloads what {flag} restores in another way: drop one of the two"
+        )
+
+
+def _check_shared(config: Any) -> None:
+    """Refuses rows to be shared out where ranks have tokens of their own, or would route together what each routes."""
+    from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, routes_together
+
+    flag, way_out = f"{PREFIX}way {SHARED_ROWS}", f"give {PREFIX}way {ROWS}"
+    if not holds_replicated_tokens(config):
+        raise ConfigurationError(
+            f"{flag} shares out the rows of tokens that all ranks of a TP group hold, and with --sequence-parallel or "
+            f"--tensor-model-parallel-size 1 ranks have tokens of their own: {way_out}"
+        )
+    if routes_together(config):
+        raise ConfigurationError(
+            f"{flag} has a router see all tokens of a TP group, and --moe-expert-capacity-factor or "
+            "--moe-router-load-balancing-type sinkhorn drops or balances by those that it sees, which trains another "
+            f"function than with each rank's part of them: {way_out}"
         )
 
 
@@ -271,14 +292,15 @@ def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any
     if setting == AUTO:
         return {"partitions": AUTO, **chosen_by_profile(variant, profile)}
     sizes = r"(?::([1-9][0-9]*(?:x[1-9][0-9]*)*))?"
-    way = rf"(?::({JOINT})|:({HOPS}){sizes})?"
+    way = rf"(?::({JOINT}|{SHARED_ROWS})|:({HOPS}){sizes})?"
     parts = re.fullmatch(rf"([1-9][0-9]*)(?::({'|'.join(STRATEGIES)}))?{way}", setting)
     if parts is None:
         raise ConfigurationError(
             f"--dispatchers {variant}: write a number of partitions, where they share memory how ("
-            f"{', '.join(STRATEGIES)}), and {JOINT} where rows go to all shards of an expert at once, or {HOPS} where "
-            "a token crosses links once, with the sizes of domains in which experts travel, such as mpmoe:4, "
-            f"mpmoe:4:S3, mpmoe:4:{JOINT}, mpmoe:4:S3:{HOPS} or mpmoe:4:{HOPS}:2x1; or mpmoe:auto"
+            f"{', '.join(STRATEGIES)}), and {JOINT} where rows go to all shards of an expert at once, {SHARED_ROWS} "
+            f"where TP ranks share them out, or {HOPS} where a token crosses links once, with the sizes of domains in "
+            f"which experts travel, such as mpmoe:4, mpmoe:4:S3, mpmoe:4:{JOINT}, mpmoe:4:S3:{HOPS} or "
+            f"mpmoe:4:{HOPS}:2x1; or mpmoe:auto"
         )
     sizes = {} if parts[5] is None else {"domain_sizes": tuple(map(int, parts[5].split("x")))}
     return {"partitions": int(parts[1]), "memory_reuse": parts[2], "way": parts[3] or parts[4], **sizes}
@@ -295,11 +317,13 @@ def _setting(count: int, strategy: str, way: str, sizes: tuple[int, ...] | None 
 
 
 def _kind(setting: str) -> str:
-    """Returns what travels: a row for each expert of a token (empty), a row for all shards of an expert at once
-    (JOINT), or a token once over a link (HOPS), and the levels at which experts travel.
+    """Returns what travels: a row for each expert of a token (empty), or of those that a TP group shares out
+    (SHARED_ROWS), a row for all shards of an expert at once (JOINT), or a token once over a link (HOPS), and the levels
+    at which experts travel.
     """
-    if setting.endswith(JOINT):
-        return JOINT
+    way = setting.rpartition(":")[2]
+    if way in (JOINT, SHARED_ROWS):
+        return way
     _, hops, sizes = setting.partition(HOPS)
     return hops + (f":{domain_kind(sizes[1:])}" if sizes else "")
 
@@ -347,7 +371,12 @@ def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[Ex
     return [None, *(domains for domains in found if has_curves(layer.domain_curves, domains))]
 
 
-_CANNOT: Mapping[str, Callable[[LayerOnCluster], str | None]] = {ROWS: lambda _: None, HOPS: no_hops, JOINT: no_joint}
+_CANNOT: Mapping[str, Callable[[LayerOnCluster], str | None]] = {
+    ROWS: lambda _: None,
+    HOPS: no_hops,
+    JOINT: no_joint,
+    SHARED_ROWS: no_sharing,
+}
 
 
 def _why_fixed(options: Any, run: RunTraits) -> str | None:
@@ -371,6 +400,7 @@ MPMOE = System(
     build=_build,
     attach=_attach,
     check=_check,
+    copies_flag=lambda options: f"{PREFIX}way {SHARED_ROWS}" if options.way == SHARED_ROWS else None,
     grammar=Grammar(_parse, _write, _kind),
     candidates=_candidates,
     domains=lambda options, workers: domains_of(options, workers) if HOPS in options.ways else None,

@@ -17,7 +17,7 @@ from megatron_moe_opt.planning.predicting.mpmoe import no_hops
 from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules.monta import CHUNK_COUNTS, EP, even_chunks
-from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, ROWS
+from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, ROWS, SHARED_ROWS
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 from megatron_moe_opt.systems.megatron_config import given_flag, quantization, recomputed_modules, repeats_moe_layers
 from megatron_moe_opt.systems.monta import (
@@ -130,10 +130,10 @@ def _check_way(config: Any, options: Any) -> None:
         raise ConfigurationError(
             f"{PREFIX}way {AUTO} has nothing to choose by under {FLAG} netmoe: give {PREFIX}way {ROWS} or {HOPS}"
         )
-    if options.way == JOINT:
+    if options.way in (JOINT, SHARED_ROWS):
         raise ConfigurationError(
-            f"{PREFIX}way {JOINT} is for partitions, and samples of {FLAG} netmoe go over expert-TP by itself: give "
-            f"{PREFIX}way {ROWS} or {HOPS}"
+            f"{PREFIX}way {options.way} is for partitions, and samples of {FLAG} netmoe go over expert-TP by itself: "
+            f"give {PREFIX}way {ROWS} or {HOPS}"
         )
     check_levels(options)
     if options.way != HOPS:

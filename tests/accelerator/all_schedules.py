@@ -33,13 +33,15 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
         chunks, partitions = [ChunkBytes(1, 2)] * count, [PartitionRows(1, 2)] * count
         ways: dict[str, tuple[Stages, Sequence[Partition]]] = {}
         for sizes in GROUPS:
-            of = f"EP {sizes[0]}, expert-TP {sizes[1]}"
+            of = of_groups(*sizes)
             for level in monta.LEVELS if count > 1 else ("O1",):
                 if level != "O1" or count == 1:
                     for direction in DIRECTIONS:
                         schedule = monta.outline(direction, level, count, *sizes).sized(chunks)
                         yield f"monta {level} {direction}, {count} chunk(s), {of}", schedule
             ways[of] = mpmoe.by_rows(*sizes), partitions
+        shared = [replace(size, of_tp=(1, 1)) for size in partitions]
+        ways[f"{of_groups(2, 2)}, gathered over TP"] = mpmoe.by_rows(2, 2, 2), shared
         ways["joint, expert-TP 2"] = mpmoe.jointly(2), partitions
         for levels, etp_size in HOPS:
             of = f"hops over {levels} level(s), expert-TP {etp_size}"
@@ -71,3 +73,8 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
         size, way = HopBytes({level: 1}, 1), HopStages(2, (level,))
         for direction in HOP_DIRECTIONS:
             yield f"{direction} over level {level} of 2 alone", hops.outline(direction, way).sized([size])
+
+
+def of_groups(ep_size: int, etp_size: int) -> str:
+    """Returns groups of these sizes in words."""
+    return f"EP {ep_size}, expert-TP {etp_size}"

@@ -256,6 +256,29 @@ def test_tokens_that_all_tp_ranks_hold_hop_from_one_of_them(ranks, layout, setti
         assert max(errors.values()) < 1e-6, errors
 
 
+@pytest.mark.parametrize(
+    ("layout", "settings", "routing", "options"),
+    [
+        (WHOLE, GATED, None, {"partitions": 4}),
+        (WHOLE, OVERLAPPED, None, {"partitions": 1}),
+        (BOTH, Z_LOSS | RECOMPUTE, "hot", {"partitions": 4, "memory_reuse": "S3"}),
+        (BOTH, {"moe_router_load_balancing_type": "seq_aux_loss"}, None, {"partitions": 8, "memory_reuse": "S2"}),
+        (BOTH | {"cp": 2}, {}, None, {"partitions": 2, "memory_reuse": "S4"}),
+        ({"tp": 4, "ep": 1, "etp": 4}, {}, None, {"partitions": 3}),
+        ({"tp": 4, "ep": 4, "etp": 1}, {"moe_router_topk": 3}, None, {"partitions": 3, "memory_reuse": "S1"}),
+        ({"tp": 4, "ep": 2, "etp": 1}, {"moe_router_topk": 1}, None, {"partitions": 3}),
+        ({"tp": 2, "ep": 4, "etp": 1}, {}, "hot", {"partitions": 8}),
+    ],
+    ids=str,
+)
+def test_rows_of_tokens_that_all_tp_ranks_hold_are_shared_out(ranks, layout, settings, routing, options):
+    """Of each partition a rank sends its part of the rows, and those of all are gathered over TP (Parm's S2)."""
+    options = Options(way="shared-rows", **options)
+    arguments = {"layout": layout, "settings": settings, "routing": routing, "options": options}
+    for errors in ranks.run(compare_replicated, dispatcher="mpmoe", **arguments):
+        assert max(errors.values()) < 1e-6, errors
+
+
 @pytest.mark.parametrize("settings", [DROP, PAD, FORCED, JITTER, SINKHORN, PER_TOKEN], ids=str)
 def test_tokens_hop_from_parts_split_before_a_router_that_would_train_another_model_on_all(ranks, settings):
     """Routers that drop, balance or draw numbers do so for each rank's part of the tokens, as in all other systems."""

@@ -32,6 +32,7 @@ from megatron_moe_opt.schedules.mpmoe import (
     OUTPUT_GRADIENTS,
     OUTPUTS,
     ROWS,
+    SHARED_ROWS,
     STRATEGIES,
     Partition,
     Restore,
@@ -62,7 +63,7 @@ class PartitionedLayer:
     row: RowBytes
     stages: Stages
     own: int | None
-    """The rows of this rank, where they are not as many as it computes."""
+    """The rows that this rank packs, where they are not as many as it computes."""
     holds: int = 1
     """The number of ranks whose experts this rank computes."""
 
@@ -86,10 +87,12 @@ class PartitionedLayer:
             stages = HopStages(len(one.workers), hops_in.hops, True, one.etp, one.sharers)
             own = sum(part.own for part in parts)
             return cls(way, strategy, domains, costs, parts, hop_row_bytes(one), stages, own, holds)
-        computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
-        parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
-        stages = jointly(one.etp) if way == JOINT else by_rows(one.ep, one.etp)
-        return cls(way, strategy, domains, costs, parts, row_bytes(one), stages, None)
+        sharers = one.sharers if way == SHARED_ROWS else 1
+        computed, exchanged = (partitions(one, rows, count, sharers) for rows in (layer.computed, layer.exchanged))
+        parts = [replace(part, gathered=other.gathered) for part, other in zip(exchanged, computed, strict=True)]
+        stages = jointly(one.etp) if way == JOINT else by_rows(one.ep, one.etp, sharers)
+        packed = sum(part.packed for part in parts) if sharers > 1 else None
+        return cls(way, strategy, domains, costs, parts, row_bytes(one), stages, packed)
 
     def least_seconds(self, layer: LayerOnCluster) -> float:
         """Returns a lower bound on the seconds of the layer.
@@ -157,7 +160,7 @@ class PartitionedLayer:
         """
         one, links = layer.workload, None
         schedules = [build(self.strategy, self.parts, self.row, self.stages) for build in (forward, backward)]
-        alone = [] if self.way == HOPS and one.sharers > 1 else list(layer.edge)
+        alone = [] if self.way in (HOPS, SHARED_ROWS) and one.sharers > 1 else list(layer.edge)
         if self.holds > 1:
             schedules = travelling(one.migration(layer.skew), self.domains, *schedules)
             alone.append(Op(Kind.COPY, Lane.COMPUTE, size=layer.bytes_of_copies(self.holds)))
@@ -203,3 +206,10 @@ def no_joint(layer: LayerOnCluster) -> str | None:
     if (Kind.ALL_TO_ALL, parm.JOINT_GROUP) not in layer.costs.curves:
         return "no all-to-all over expert parallelism and expert-TP together was measured: moe-opt profile --expert-tp"
     return None
+
+
+def no_sharing(layer: LayerOnCluster) -> str | None:
+    """Returns why the ranks of a TP group cannot share out rows behind the router; None: they can."""
+    if layer.workload.tp == 1:
+        return "ranks have tokens of their own"
+    return None if layer.workload.sharers > 1 else "a router that sees all tokens of a TP group trains another model"

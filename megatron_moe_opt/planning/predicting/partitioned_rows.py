@@ -27,10 +27,14 @@ def row_bytes(layer: LayerWorkload) -> RowBytes:
     return RowBytes(packed, layer.row_bytes, each * first, returned, back, out, activations)
 
 
-def partitions(layer: LayerWorkload, rows: int, count: int) -> list[PartitionRows]:
-    """Returns equal parts of a rank's rows, where every rank has as many."""
+def partitions(layer: LayerWorkload, rows: int, count: int, sharers: int = 1) -> list[PartitionRows]:
+    """Returns equal parts of a rank's rows, where every rank has as many.
+
+    Args:
+        sharers: TP ranks that have shared out their rows; 1: every rank has rows of its own.
+    """
     own = -(-rows // count)
-    return [PartitionRows(own, own * layer.etp)] * count
+    return [PartitionRows(own, own * layer.etp, (own,) * sharers if sharers > 1 else ())] * count
 
 
 def hop_row_bytes(layer: LayerWorkload, notes: bool = False) -> RowBytes:

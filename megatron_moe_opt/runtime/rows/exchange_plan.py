@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -80,6 +80,9 @@ class ExchangePlan:
     """Number of rows of each local expert, int64 [local experts], on the CPU."""
     arrives_sorted: bool
     """Whether arrival order is expert order."""
+    of_tp: tuple[int, ...] = ()
+    """Rows of each rank of the TP group that has shared them out, [tp_size]; empty: every rank has rows of its own."""
+    tp_rank: int = 0
 
     @cached_property
     def num_sent(self) -> int:
@@ -135,6 +138,37 @@ def plan_partitions(
     return tuple(
         ExchangePlan((_chunk_plan(part),), tokens_per_expert, len(tokens_per_expert) == 1)
         for part, tokens_per_expert in zip(parts, of_parts, strict=True)
+    )
+
+
+def plan_shared_partitions(
+    counts: torch.Tensor,
+    ep_rank: int,
+    etp_rank: int,
+    copies: TokenCopies,
+    beyond: HostCopy | None,
+    num_partitions: int,
+    device: torch.device | str = "cpu",
+) -> tuple[ExchangePlan, ...]:
+    """Plans what `plan_partitions` plans, where the ranks of a TP group have the same rows and send a part of each
+    partition. Rows must lie as `RowMap.cut(num_partitions * tp_size)` has them: of a partition those of one TP rank
+    after those of another.
+
+    Args:
+        counts: int64 [ep_size, etp_size, experts] on the CPU: rows each rank has for each expert, whoever sends them.
+        beyond: see Sharing.
+
+    Raises:
+        RoutingError: they do not have the same rows.
+    """
+    copies.check_alike(counts, beyond and beyond.wait())
+    tp_size, tp_rank = copies.group.size(), copies.group.rank()
+    sent, rows, _ = _C.share_out(counts, copies.tp_ranks, tp_size, num_partitions, ep_rank, etp_rank)
+    plans = (plan_exchange(of_partition, ep_rank, etp_rank, 1, device) for of_partition in sent)
+    of_ranks = [sum(of_peers) for of_peers in rows]
+    return tuple(
+        replace(plan, of_tp=tuple(of_ranks[j * tp_size : (j + 1) * tp_size]), tp_rank=tp_rank)
+        for j, plan in enumerate(plans)
     )
 
 
@@ -225,9 +259,9 @@ def share_out(counts: torch.Tensor, ep_rank: int, etp_rank: int, sharing: Sharin
     """
     copies, (ep_size, etp_size, _) = sharing.copies, counts.shape
     copies.check_alike(counts, None if sharing.beyond is None else sharing.beyond.wait())
-    sent, rows, total = _C.share_out(counts, copies.tp_ranks, copies.group.size(), ep_rank, etp_rank)
+    sent, rows, total = _C.share_out(counts, copies.tp_ranks, copies.group.size(), 1, ep_rank, etp_rank)
     # By what all ranks have, not by what these send: a TP group of several joint groups, whose rows are the same and
     # whose parts are not, gathers phase by phase too.
     mean_phase = total / copies.group.size() * sharing.row_bytes / (ep_size * etp_size * ep_size)
     in_phases = sharing.overlap and mean_phase >= MIN_PHASE_BYTES
-    return sent, Parts(copies.group, copies.ep_ranks, rows, ep_size if in_phases else 1)
+    return sent[0], Parts(copies.group, copies.ep_ranks, rows, ep_size if in_phases else 1)

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Blocks, Steps, blocks_of
 from megatron_moe_opt.runtime.rows.exchange_plan import ChunkPlan, ExchangePlan, Parts
 from megatron_moe_opt.runtime.rows.row_layout import AtExperts, Layout, Payload, RowLayout
 from megatron_moe_opt.schedules import monta, mpmoe, parm
+from megatron_moe_opt.schedules.monta import TP
 from megatron_moe_opt.schedules.mpmoe import Partition, PartitionRows
 from megatron_moe_opt.schedules.pipeline import Stages
 from megatron_moe_opt.schedules.schedule import Kind, MovingSchedule, Op, Outline
@@ -94,7 +96,7 @@ class _RowForEveryExpert:
 
     def rows_of(self, plan: ExchangePlan) -> PartitionRows:
         """Returns the rows of a plan, as the stages take them."""
-        return PartitionRows(plan.num_sent, plan.num_gathered)
+        return PartitionRows(plan.num_sent, plan.num_gathered, plan.of_tp, plan.tp_rank)
 
     def outbound(self, prob_dtype: torch.dtype | None) -> RowLayout:
         """Returns the layout of rows [R, W] on their way to the experts."""
@@ -115,12 +117,19 @@ class _RowForEveryExpert:
 
 @dataclass(frozen=True)
 class EpThenExpertTp(_RowForEveryExpert):
-    """MoNTA's way: all-to-all over EP, then all-gather over expert-TP; back, reduce-scatter and all-to-all."""
+    """MoNTA's way: all-to-all over EP, then all-gather over expert-TP; back, reduce-scatter and all-to-all.
+
+    Of rows that all ranks of a TP group have, each sends its part of a partition, and they gather the sums.
+    """
 
     groups: ExpertGroups
     level: str
     """The level of MoNTA's pipeline of chunks, which decides the lanes."""
     payload: Payload
+    tp: ProcessGroup | None = None
+    """The group whose ranks have shared out the rows of a partition, and get back all of them; None: they are this
+    rank's own.
+    """
 
     lies_in: ClassVar[Mapping[str, str]] = monta.AllToAllAndGather.lies_in
 
@@ -138,14 +147,14 @@ class EpThenExpertTp(_RowForEveryExpert):
     @property
     def stages(self) -> monta.AllToAllAndGather:
         """Returns the stages of one partition in a pipeline with the experts."""
-        return mpmoe.by_rows(self.groups.ep_size, self.groups.etp_size)
+        return mpmoe.by_rows(self.groups.ep_size, self.groups.etp_size, 1 if self.tp is None else self.tp.size())
 
     def num_rows(self, buffer: str, plan: ExchangePlan, chunk: int) -> int:
         """Returns the rows that a buffer of this way has to hold; of `parts`, for one chunk."""
         if buffer == "parts":
             return (self.groups.etp_size - 1) * plan.chunk(chunk).num_received
-        if buffer == "rows":
-            return plan.num_sent
+        if buffer in ("rows", "own"):
+            return sum(plan.of_tp) if plan.of_tp and buffer == "rows" else plan.num_sent
         return plan.num_received if buffer == "summed" else plan.num_gathered
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: ExchangePlan) -> Steps:
@@ -162,6 +171,8 @@ class EpThenExpertTp(_RowForEveryExpert):
     ) -> Steps:
         """Returns the exchange over expert-TP, the sum, or the all-to-all over EP, of one chunk on the way back."""
         chunk, groups = plan.chunk(op.chunk), self.groups
+        if op.group == TP:
+            return steps.all_gather(reads[0], written, plan.of_tp, self.tp)
         if op.kind is Kind.REDUCE_SCATTER:
             return steps.scatter(_gathered(reads[0], chunk), written, chunk.gather_counts, groups.etp)
         if op.kind is Kind.SUM:
@@ -230,7 +241,7 @@ class EpWithExpertTp(_RowForEveryExpert):
     ) -> Steps:
         """Returns the all-to-all, the sum of its parts, or a phase of what is shared over TP, on the way back."""
         chunk, groups, parts = plan.chunk(op.chunk), self.groups, self.parts
-        if op.group == parm.TP:
+        if op.group == TP:
             blocks = [parts.block(rank, op.chunk) for rank in range(parts.group.size())]
             own = [blocks[parts.group.rank()]] * len(blocks)
             return steps.exchange(reads[0], own, written, blocks, parts.group, "all_gather")

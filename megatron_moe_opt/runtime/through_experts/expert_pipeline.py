@@ -307,9 +307,12 @@ class _Pass:
             computed.pop(j - 1, None)
 
     def _named(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns this rank's own rows of each partition, by the buffers' names."""
-        parts = rows.split([partition.own for partition in self.partitions])
-        return {f"{name}.{j}": part for j, part in enumerate(parts)}
+        """Returns this rank's own rows of each partition, by the buffers' names, among those that are packed here."""
+        parts = rows.split([partition.packed for partition in self.partitions])
+        return {
+            f"{name}.{j}": part.narrow(0, one.own_place if one.packed > one.own else 0, one.own)
+            for j, (one, part) in enumerate(zip(self.partitions, parts, strict=True))
+        }
 
     @property
     def _num_returned(self) -> int:

@@ -26,6 +26,9 @@ from tests.unit.config_cases import config, refusal
 pytestmark = pytest.mark.usefixtures("registered")
 
 
+REPLICATED = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
+
+
 @pytest.mark.parametrize(
     ("field", "value", "flag", "names"),
     [
@@ -138,6 +141,23 @@ def test_rows_to_all_shards_at_once_need_experts_that_are_cut():
         ConfigurationError, match="--expert-tensor-parallel-size 1 experts are whole: give --moe-opt-way"
     ):
         check_config(config("mpmoe"), "mpmoe", joint)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, "with --sequence-parallel or --tensor-model-parallel-size 1 ranks have tokens of their own: give --moe"),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, "ranks have tokens of their own: give --moe"),
+        (REPLICATED | {"moe_expert_capacity_factor": 1.0}, "which trains another function than with each rank's part"),
+        (REPLICATED | {"moe_input_jitter_eps": 0.1}, "which --moe-opt-way shared-rows cannot bring together: drop it"),
+    ],
+    ids=str,
+)
+def test_rows_to_be_shared_out_need_tokens_that_all_tp_ranks_hold_and_route_alike(settings, sentence):
+    shared = Options(way="shared-rows")
+    check_config(config("mpmoe", **REPLICATED), "mpmoe", shared)
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        check_config(config("mpmoe", **settings), "mpmoe", shared)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,11 @@ def test_netmoe_refuses_a_megatron_without_its_seams(monkeypatch):
             {},
             "--moe-opt-way joint is for partitions, and samples of --moe-token-dispatcher-type netmoe",
         ),
+        (
+            {"way": "shared-rows"},
+            {},
+            "--moe-opt-way shared-rows is for partitions, and samples of --moe-token-dispatcher-type netmoe",
+        ),
     ],
     ids=str,
 )

@@ -247,7 +247,7 @@ def _plan(draw: Draw) -> list[Any]:
 def _shares(draw: Draw) -> list[Any]:
     ep, etp, tp = draw.randint(1, 4), draw.randint(1, 3), draw.randint(1, 4)
     counts = draw.below(50, ep, etp, ep * draw.randint(0, 3))
-    return [counts, draw.below(tp, ep, etp), tp, draw.randrange(ep), draw.randrange(etp)]
+    return [counts, draw.below(tp, ep, etp), tp, draw.randint(1, 3), draw.randrange(ep), draw.randrange(etp)]
 
 
 def _hops(draw: Draw) -> list[Any]:

@@ -116,15 +116,16 @@ def test_a_partition_is_planned_as_an_exchange_of_its_part(seed, number):
         assert plan.tokens_per_expert.tolist() == alone.tokens_per_expert.tolist()
 
 
-@given(seed=st.integers(0, 2**31), tp_size=st.integers(1, 5))
-def test_ranks_of_a_tp_group_exchange_a_part_each(seed, tp_size):
+@given(seed=st.integers(0, 2**31), tp_size=st.integers(1, 5), number=st.integers(1, 4))
+def test_ranks_of_a_tp_group_exchange_a_part_each(seed, tp_size, number):
     drawn = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, 9, (3, 2, 6), generator=drawn)
     tp_ranks = torch.randint(0, tp_size, (3, 2), generator=drawn)
-    sent, rows, total = _C.share_out(counts, tp_ranks, tp_size, 2, 1)
-    parts = cut_counts(counts, tp_size)
-    assert sent.equal(parts.gather(0, tp_ranks.view(1, 3, 2, 1).expand(1, 3, 2, 6))[0])
-    assert rows == parts[:, 2, 1].view(tp_size, 3, 2).sum(2).tolist()
+    sent, rows, total = _C.share_out(counts, tp_ranks, tp_size, number, 2, 1)
+    parts = cut_counts(counts, number * tp_size)
+    for partition, of_partition in enumerate(parts.split(tp_size)):
+        assert sent[partition].equal(of_partition.gather(0, tp_ranks.view(1, 3, 2, 1).expand(1, 3, 2, 6))[0])
+    assert rows == parts[:, 2, 1].view(-1, 3, 2).sum(2).tolist()
     assert total == counts.sum()
 
 
@@ -167,10 +168,10 @@ def test_counts_that_make_no_plan_are_refused(counts, arguments):
 
 
 @pytest.mark.parametrize(
-    ("tp_ranks", "tp_size"),
-    [([[0], [2]], 2), ([[0], [-1]], 2), ([[0, 1]], 2), ([[0], [0]], 0)],
-    ids=["too large", "negative", "shape", "no ranks"],
+    ("tp_ranks", "tp_size", "partitions"),
+    [([[0], [2]], 2, 1), ([[0], [-1]], 2, 1), ([[0, 1]], 2, 1), ([[0], [0]], 0, 1), ([[0], [1]], 2, 0)],
+    ids=["too large", "negative", "shape", "no ranks", "no partitions"],
 )
-def test_tp_ranks_that_share_nothing_out_are_refused(tp_ranks, tp_size):
+def test_tp_ranks_that_share_nothing_out_are_refused(tp_ranks, tp_size, partitions):
     with pytest.raises(ValueError):
-        _C.share_out(torch.ones(2, 1, 4, dtype=torch.int64), torch.tensor(tp_ranks), tp_size, 0, 0)
+        _C.share_out(torch.ones(2, 1, 4, dtype=torch.int64), torch.tensor(tp_ranks), tp_size, partitions, 0, 0)

@@ -107,6 +107,25 @@ def test_rows_to_all_shards_at_once_in_partitions():
         assert reason in refused["mpmoe:joint"]
 
 
+def test_rows_that_tp_ranks_share_out_are_gathered_in_the_place_of_tokens():
+    layer = dataclasses.replace(LAYER, tp=4)
+    predicted = by_variant(candidates(layer, cluster())[0])
+    split_before, shared = predicted["mpmoe:4"], predicted["mpmoe:4:shared-rows"]
+    assert shared.inter_bytes == split_before.inter_bytes
+    rows, tokens = layer.tokens * layer.topk * layer.row_bytes, layer.tokens * layer.row_bytes
+    more = 2 * (rows - tokens) * 3 / 4  # sums of outputs and of gradients; a rank sends its quarter to three others
+    assert shared.intra_bytes - split_before.intra_bytes == pytest.approx(more, rel=0.02)
+    assert shared.activation_bytes > split_before.activation_bytes  # all rows of the TP group are packed
+    assert "mpmoe:4:S4:shared-rows" in predicted
+    for other, reason in (
+        (LAYER, "ranks have tokens of their own"),
+        (dataclasses.replace(layer, routes_all=False), "trains another model"),
+        (dataclasses.replace(layer, capacity_factor=1.0), "trains another model"),
+    ):
+        refused = {one.variant: one.reason for one in candidates(other, cluster())[1]}
+        assert reason in refused["mpmoe:shared-rows"]
+
+
 @settings(max_examples=10)
 @given(
     st.floats(5 * MB, 500 * MB), st.floats(1.0, 4.0), st.integers(1, 4096), st.sampled_from([1, 2, 4]),

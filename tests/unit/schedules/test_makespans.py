@@ -87,7 +87,7 @@ def test_what_ops_really_take_may_be_something_else(software_executor):
         one, many = (makespan(software_executor, schedule, cost, queues) for queues in (Queues.ONE, Queues.MANY))
         took[name] = one / many
     assert max(took.values()) < 1.24, max(took, key=took.get)
-    assert sum(ratio > 1.15 for ratio in took.values()) <= 4
+    assert sum(ratio > 1.15 for ratio in took.values()) < 0.01 * len(took)
 
 
 @pytest.mark.parametrize("seed", range(20))
