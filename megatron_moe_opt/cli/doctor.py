@@ -18,6 +18,7 @@ from rich.table import Table
 
 import megatron_moe_opt
 from megatron_moe_opt.cli.console import report_console
+from megatron_moe_opt.gpu_settings import NEW_CLASS
 from megatron_moe_opt.versions import (
     NEWEST_MEGATRON,
     OLDEST_MEGATRON,
@@ -26,7 +27,11 @@ from megatron_moe_opt.versions import (
     supports_megatron,
 )  # fmt: skip
 
-OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)
+OLDEST_PYTHON, OLDEST_TORCH, NEWEST_TORCH = (3, 10), (2, 6), (2, 14)
+WANTED_TORCH = f"torch>=2.{OLDEST_TORCH[1]},<2.{NEWEST_TORCH[1] + 1}"
+"""What README and the extra `train` ask pip for. From 2.15 on another class is behind NCCL, which has not run with this
+package.
+"""
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,19 @@ def _torch() -> Iterator[Finding]:
         import torch
         import torch.distributed as dist
     except (ImportError, OSError) as error:  # the latter where a library of CUDA is missing
-        yield Finding("PyTorch", _first_line(error), f"pip install 'torch>={_dotted(OLDEST_TORCH)}'")
+        yield Finding("PyTorch", _first_line(error), f"pip install '{WANTED_TORCH}'")
         return
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    old = tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH
-    mend = f"pip install --upgrade 'torch>={_dotted(OLDEST_TORCH)}'" if old else ""
-    yield Finding("PyTorch", f"{torch.__version__} ({built_for})", mend)
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    found, mend = f"{torch.__version__} ({built_for})", ""
+    if version < OLDEST_TORCH:
+        mend = f"pip install --upgrade '{WANTED_TORCH}'"
+    elif version > NEWEST_TORCH:
+        found += f", newer than {_dotted(NEWEST_TORCH)}"
+        if torch.version.cuda and os.environ.get(NEW_CLASS) != "0":
+            why = "PyTorch's newer NCCL class has not run with this package"
+            mend = f"export {NEW_CLASS}=0 for training on GPUs, or pip install '{WANTED_TORCH}': {why}"
+    yield Finding("PyTorch", found, mend, required=version < OLDEST_TORCH)
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         yield Finding("devices", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +77,37 @@ def test_megatron_absent(megatron_version):
     assert _finding("megatron-core").mend == wanted
     code, text = _doctor()
     assert code == 1 and "Training cannot run yet: mend megatron-core." in text
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "environment", "told", "mend", "required"),
+    [
+        ("2.5.1", "12.4", {}, "2.5.1 (CUDA 12.4)", "pip install --upgrade 'torch>=2.6,<2.15'", True),
+        ("2.6.0", "12.4", {}, "2.6.0 (CUDA 12.4)", "", False),
+        ("2.14.1+cpu", None, {}, "2.14.1+cpu (CPU only)", "", False),
+        ("2.15.0", "13.2", {}, "2.15.0 (CUDA 13.2), newer than 2.14", "export TORCH_DIST_USE_NCCL2=0", False),
+        ("2.15.0", "13.2", {"TORCH_DIST_USE_NCCL2": "0"}, "2.15.0 (CUDA 13.2), newer than 2.14", "", False),
+        ("2.15.0+cpu", None, {}, "2.15.0+cpu (CPU only), newer than 2.14", "", False),
+        ("3.0.0", "13.2", {}, "3.0.0 (CUDA 13.2), newer than 2.14", "export TORCH_DIST_USE_NCCL2=0", False),
+    ],
+)
+def test_pytorch_version(monkeypatch, version, cuda, environment, told, mend, required):
+    """A newer one trains, but on GPUs by a class behind NCCL that has not run with this package."""
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    finding = _finding("PyTorch")
+    assert (finding.found, finding.mend.startswith(mend), bool(finding.mend)) == (told, True, bool(mend))
+    assert finding.required == required
+
+
+def test_readme_and_the_extra_ask_for_the_same_pytorch():
+    root = Path(__file__).parents[3]
+    for file in ("README.md", "pyproject.toml"):
+        asked = re.findall(r"""["'](torch[<>=][^"']*)["']""", (root / file).read_text())
+        assert asked == [doctor_module.WANTED_TORCH], file
 
 
 def test_pytorch_that_does_not_load(monkeypatch):
