@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 recipes/pretrain_moe_gpt.py --moe-token-dispatcher-type monta ...
 
-The arguments have Megatron's names and meanings; docs/training.md explains the recipe.
+The arguments have Megatron's names and meanings; recipes/README.md explains the recipe.
 """
 
 from __future__ import annotations
