@@ -1,7 +1,7 @@
 """How long each schedule takes in virtual time, with a hardware queue a stream and with one for all, and how much of it
 overlaps.
 
-python -m tests.accelerator.makespans      # the table of docs/makespans.md, and how much longer one queue takes
+python -m tests.accelerator.makespans      # the table of docs/streams.md, and how much longer one queue takes
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from tests.accelerator.software import Queues
 from tests.schedule_checks import validate
 
 SCHEDULES = dict(all_schedules())
-DOCS = Path(__file__).parents[3] / "docs" / "makespans.md"
+DOCS = Path(__file__).parents[3] / "docs" / "streams.md"
 
 
 def test_one_queue_costs_nothing_without_experts_and_little_with_them(software_executor):
-    """Beside experts runs what was launched before them or halfway: docs/makespans.md says what that costs."""
+    """Beside experts runs what was launched before them or halfway: docs/streams.md says what that costs."""
     most = 1.034
     for name, schedule in SCHEDULES.items():
         validate(schedule)
