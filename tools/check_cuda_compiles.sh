@@ -71,4 +71,4 @@ if ! compiles "$objects/all.cu"; then
 fi
 echo "${#sources[@]} CUDA sources compile without warnings or register spills for" \
     "$(printf '%s\n' "${archs[@]}" | grep -o 'sm_.*' | paste -sd' ')"
-"$python" tools/kernel_facts.py "$objects" "${@:1:1}"
+"$python" tools/gpu/kernel_facts.py "$objects" "${@:1:1}"

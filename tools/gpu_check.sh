@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The check for a machine with GPUs. Of one: builds with CUDA, runs tests/gpu, measures the kernels, and runs a part of the
 # tests under compute-sanitizer; ends with a table; under 10 minutes. Of 2 to 8 together (--node): builds, and runs
-# tools/gpu_node.py; ends with a page; under 15 minutes. Either exits non-zero if anything failed.
+# tools/gpu/node.py; ends with a page; under 15 minutes. Either exits non-zero if anything failed.
 #
 #   bash tools/gpu_check.sh                      one GPU
-#   bash tools/gpu_check.sh --node               the GPUs of this node, or of a Slurm job (tools/gpu_nodes.sbatch)
+#   bash tools/gpu_check.sh --node               the GPUs of this node, or of a Slurm job (tools/gpu/job.sbatch)
 #   bash tools/gpu_check.sh [--node] --record    also write the results to docs/benchmarks/
 #
 # Needs nvcc, cmake, ninja, and a Python with PyTorch (built for CUDA), setuptools>=77, pybind11, pytest, hypothesis, rich and
@@ -106,7 +106,7 @@ build() {
         "$python" -c 'from megatron_moe_opt.kernels import build_info; print(build_info())'
 }
 bench() {
-    "$python" -m tools.bench_kernels --device cuda "$@"
+    "$python" -m tools.bench.kernels --device cuda "$@"
 }
 sanitize() {
     # PyTorch's caching allocator hides out-of-bounds accesses inside its blocks: off. The cases are the small ones that
@@ -124,8 +124,8 @@ export python
 rm -f "$runs"/*.log
 if $node; then
     step "build" 110 bash -c build || finish
-    if $record; then exec "$python" -m tools.gpu_node --record; fi
-    exec "$python" -m tools.gpu_node
+    if $record; then exec "$python" -m tools.gpu.node --record; fi
+    exec "$python" -m tools.gpu.node
 fi
 step "build" 150 bash -c build || finish
 step "tests" 150 "$python" -m pytest tests/gpu -q -rs --durations=5

@@ -17,7 +17,7 @@ outputs="$(mktemp -d)"
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$outputs"' EXIT
 bash tools/check_cuda_compiles.sh >"$outputs/cuda" 2>&1 &
 cuda_check=$!
-"${PYTHON:-python3}" tools/test_matrix.py --pairs newest --again >"$outputs/newest" 2>&1 &
+"${PYTHON:-python3}" -m tools.megatron_checks.test_matrix --pairs newest --again >"$outputs/newest" 2>&1 &
 newest=$!
 MORE_REQUIREMENTS=tools/requirements.txt
 source recipes/setup_env.sh

@@ -12,7 +12,7 @@ import torch  # isort: skip
 from megatron_moe_opt import kernels  # isort: skip
 from megatron_moe_opt.kernels.extension import load_extension  # isort: skip
 from megatron_moe_opt.kernels.row_map import row_map_from_sources  # isort: skip
-from tools.bench_kernels import CodecWorkload  # isort: skip
+from tools.bench.kernels import CodecWorkload  # isort: skip
 
 
 def test_no_function_launches_more_than_the_table_says():

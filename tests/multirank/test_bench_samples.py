@@ -1,4 +1,4 @@
-"""`python -m tools.bench_samples` on 4 ranks, ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
+"""`python -m tools.bench.samples` on 4 ranks, ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_moe_opt.topology.nodes import discover_nodes
 from tests.multirank.test_auto import FasterWithMoves, write_profile
 from tests.ranks.devices import rank_device
 from tests.unit.trace_cases import random_trace, trace_of
-from tools.bench_samples import SampleSettings, check
+from tools.bench.samples import SampleSettings, check
 
 
 def settings(**changes: Any) -> SampleSettings:
@@ -52,13 +52,13 @@ def two_nodes() -> Iterator[None]:
 
 def bench(tokens: int | None, dtype: str) -> Any:
     import megatron_moe_opt
-    from tools import bench_samples
+    from tools.bench import samples
 
     megatron_moe_opt.register()
     given = settings(tokens=tokens, dtype=dtype)
     with two_nodes():
-        decided = bench_samples._decided_share(given, tasteful_trace(), discover_nodes())
-        return bench_samples.run(given, tasteful_trace(), rank_device()), decided
+        decided = samples._decided_share(given, tasteful_trace(), discover_nodes())
+        return samples.run(given, tasteful_trace(), rank_device()), decided
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(None, "fp32"), (5, "bf16")])
@@ -88,13 +88,13 @@ def test_samples_that_each_use_one_node_cross_nodes_twice_only(ranks, tokens, dt
 def bench_auto(profile: Path) -> Any:
     from megatron_moe_opt.integration.auto.controller import Controller
     from megatron_moe_opt.planning.choosing import trials
-    from tools import bench_samples
+    from tools.bench import samples
 
     given = settings(dispatchers=("auto",), ffn_hidden=32, profile=str(profile))
     with two_nodes(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(trials, "TURN", 2)
         patch.setattr(Controller, "_largest", lambda controller, _: FasterWithMoves()[controller.current])
-        return bench_samples.run(given, tasteful_trace(), rank_device())
+        return samples.run(given, tasteful_trace(), rank_device())
 
 
 def test_auto_sees_that_samples_prefer_nodes_and_tries_to_move_them(ranks, tmp_path):

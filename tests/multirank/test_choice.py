@@ -1,4 +1,4 @@
-"""The choice of level and chunks from a profile: by the dispatcher, and judged by `python -m tools.bench_choice`."""
+"""The choice of level and chunks from a profile: by the dispatcher, and judged by `python -m tools.bench.choice`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure, RankPool
-from tools.split_half import noise_floor
+from tools.bench.split_half import noise_floor
 
 MB = 10**6
 
@@ -108,8 +108,8 @@ def test_a_bad_profile_is_refused_on_all_ranks(ranks, profile):
 
 def judge(profile: Path) -> list[Any]:
     from tests.ranks.megatron import parallel
-    from tools.bench_choice import measure
-    from tools.choosers import MontaChooser
+    from tools.bench.choice import measure
+    from tools.bench.judged_systems import MontaChooser
 
     settings = LayerSettings(
         dispatchers=(), tokens=1, hidden=32, ffn_hidden=2, experts=4, topk=2, tp=2, ep=2, expert_tp=2, dtype="fp32",
@@ -139,8 +139,8 @@ def test_bench_choice_judges_by_the_fastest(ranks, profile):
 
 def judge_partitions(profile: Path, budget: int | None) -> list[Any]:
     from tests.ranks.megatron import parallel
-    from tools.bench_choice import measure
-    from tools.choosers import MpmoeChooser
+    from tools.bench.choice import measure
+    from tools.bench.judged_systems import MpmoeChooser
 
     chooser = MpmoeChooser([1, 3], "auto", budget)
     settings = LayerSettings(

@@ -18,7 +18,7 @@ def _calls(variant: str) -> tuple[int, dict[tuple[str, str], int]]:
     from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
     from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
-    from tools.python_per_op import calls_of_a_step
+    from tools.bench.python_per_op import calls_of_a_step
 
     settings = LayerSettings((variant,), tokens=32, hidden=16, ffn_hidden=16, experts=8, topk=2)
     with parallel_layer(1, 4, 1, seed=1):

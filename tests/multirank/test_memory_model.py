@@ -20,7 +20,7 @@ from megatron_moe_opt.planning.training.model import ModelShape, Parameters
 from megatron_moe_opt.topology.layouts import Layout
 from tests.ranks.gpt import VOCAB, gpt
 from tests.ranks.megatron import moe_config, parallel
-from tools.live_memory import device_memory
+from tools.bench.live_memory import device_memory
 
 WORLD = 4
 SHAPE = ModelShape(layers=2, hidden=64, heads=4, vocabulary=VOCAB, experts=8, topk=2, ffn=96)

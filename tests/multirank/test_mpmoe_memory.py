@@ -1,4 +1,4 @@
-"""tools/bench_memory.py: memory reuse saves what MPMoE's eq. 6 says, measured."""
+"""tools/bench/memory_reuse.py: memory reuse saves what MPMoE's eq. 6 says, measured."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.console import Console
 
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
 from tests.ranks.devices import on_gpus, rank_device
-from tools.mpmoe_formulas import LayerElements
+from tools.papers.formulas.mpmoe import LayerElements
 
 TOKENS, HIDDEN, FFN, PARTITIONS = 2048, 64, 256, 4
 
 
 def measured(partitions: int) -> list[Any]:
     from tests.ranks.megatron import parallel
-    from tools.bench_memory import STATES, MemoryRow, Shape, _settings, measure
+    from tools.bench.memory_reuse import STATES, MemoryRow, Shape, _settings, measure
 
     world, use, rows = dist.get_world_size(), {}, []
     predicted = LayerElements(TOKENS, HIDDEN, FFN, world).saving_ratio(partitions)
@@ -60,7 +60,7 @@ def held_of_inputs() -> list[int]:
     """Returns the bytes that a pass holds with the experts' first matrices trained, and frozen."""
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
     from tests.ranks.megatron import parallel
-    from tools.bench_memory import Shape, _of_one_step, _settings
+    from tools.bench.memory_reuse import Shape, _of_one_step, _settings
 
     world, device, held = dist.get_world_size(), rank_device(), []
     with parallel(ep=world):
@@ -81,7 +81,7 @@ def test_inputs_that_experts_do_not_save_are_freed(ranks):
 
 def held_by_hops() -> list[int]:
     from tests.ranks.megatron import parallel
-    from tools.bench_memory import Shape, _settings, measure
+    from tools.bench.memory_reuse import Shape, _settings, measure
 
     world = dist.get_world_size()
     with parallel(ep=world):
@@ -98,7 +98,7 @@ def test_unequal_partitions_hold_no_more_than_their_own_rows(ranks):
 
 
 def test_table():
-    from tools.bench_memory import MemoryRow, MemoryUse, _table
+    from tools.bench.memory_reuse import MemoryRow, MemoryUse, _table
 
     row = MemoryRow("MoE-GPT-S", 4096, 4, "S3", 100, MemoryUse(200, 300, 0), MemoryUse(20, 100, 50), 0.4)
     assert row.saved == 0.5

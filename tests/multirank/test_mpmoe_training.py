@@ -183,7 +183,7 @@ def held_after_a_pass(strategy: str, settings: dict[str, Any]) -> tuple[int, int
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
     from tests.ranks.megatron import moe_config, parallel
-    from tools.live_memory import LiveTensors
+    from tools.bench.live_memory import LiveTensors
 
     with parallel(ep=4):
         megatron_moe_opt.register(Options(partitions=3, memory_reuse=strategy))

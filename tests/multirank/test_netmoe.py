@@ -262,7 +262,7 @@ MEGATRONS = (
     "tp2-ep4-replicated", "tp2-ep2-etp2-shared", "ep2-pp2", "ep4-expert-bias", "hops-cp2-etp2-recomputed",
 )  # fmt: skip
 """Cases whose results another version of Megatron could change, by its losses, layouts and recomputation. The
-cross-section of tools/test_matrix.py has these.
+cross-section of tools/megatron_checks/test_matrix.py has these.
 """
 OTHERS = tuple(name for name in CASES if name not in MEGATRONS)
 

@@ -287,10 +287,10 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
 
 def _saa():
     from megatron_moe_opt.cli.profile.run import ProfileSettings
-    from tools import bench_saa
+    from tools.bench import saa
 
     settings = ProfileSettings(2, 1, 2, 2, 64, 32, "fp32", seconds=0.0)
-    return bench_saa.measure(settings, [2**13, 2**20], 2, rank_device())
+    return saa.measure(settings, [2**13, 2**20], 2, rank_device())
 
 
 def test_saa_is_compared_with_its_collectives_one_after_the_other(ranks):

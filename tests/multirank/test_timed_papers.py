@@ -18,9 +18,9 @@ from megatron_moe_opt.planning.costs.described_cluster import describe
 from megatron_moe_opt.planning.costs.known_clusters import PARM_B
 from tests.ranks.commands import group_of_the_pool
 from tests.ranks.devices import rank_device
-from tools import points
+from tools.bench import netbox_runs
+from tools.bench.netbox_runs import file_of, time_points
 from tools.papers import timed
-from tools.points import file_of, time_points
 
 
 def test_the_list_has_48_layers_of_table_iv_and_the_first_eight_have_all_groups():
@@ -44,7 +44,7 @@ def test_points_of_one_profile_run_together(tmp_path, monkeypatch):
     def run(module, out, points, unmet):
         runs.append([one.name.split(":")[0] for one in points])
 
-    monkeypatch.setattr(points, "_run", run)
+    monkeypatch.setattr(netbox_runs, "_run", run)
     monkeypatch.setattr("sys.argv", ["timed", "--out", str(tmp_path), "--only", "parm"])
     first = next(one for one in timed.points() if one.name.startswith("parm 00"))
     found = timed.Timed({name: [1.0] for name in ("deepspeed", "parm:S1", "parm:S2")}, {})

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_moe_opt.planning.traces.routing_trace import read_routing_trace
 from tests.system.training import environment, scalar_names
-from tools.feature_matrix import WITHOUT_LIBRARIES
+from tools.megatron_checks.feature_matrix import WITHOUT_LIBRARIES
 
 CHECKOUT = os.environ.get("MEGATRON_LM")
 pytestmark = pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM is not set")

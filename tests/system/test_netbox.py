@@ -14,14 +14,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).parents[2] / "tools"
-sys.path.insert(0, str(TOOLS))
-
-import netbox  # noqa: E402
+from tools import ROOT, netbox
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="netbox needs root on Linux"),
@@ -32,7 +28,7 @@ pytestmark = [
 
 INTER, INTRA = 40_000_000, 320_000_000  # bits/s
 SHAPE = netbox.Shape(nodes=2, ranks_per_node=2, inter_bits=INTER, intra_bits=INTRA)
-COMMAND = [sys.executable, str(TOOLS / "netbox.py"), "run", "--ranks-per-node", "2", "--unmet", "warn"]
+COMMAND = [sys.executable, str(ROOT / "tools" / "netbox.py"), "run", "--ranks-per-node", "2", "--unmet", "warn"]
 COMMAND += ["--inter", f"{INTER}bit", "--intra", f"{INTRA}bit"]
 MIB = 2**20
 ADVERTISING = 20_000  # bytes; what a kernel says on its links by itself, and handshakes
@@ -282,7 +278,9 @@ def test_what_a_killed_run_left_is_cleaned_and_a_live_one_is_not(endless):
         assert left_by(run)  # building cleans first, and the other run was alive
         process.kill()
         process.wait()
-        done = subprocess.run([sys.executable, str(TOOLS / "netbox.py"), "clean"], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tools" / "netbox.py"), "clean"], capture_output=True, text=True
+        )
         assert done.returncode == 0
         assert "netbox: removed 3 leftover namespaces" in done.stdout
         assert not left_by(run)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -63,22 +64,28 @@ ELSEWHERE = (
     Elsewhere("python recipes/slurm/check_recipe.py", "asks for a checkout", "tests/unit/recipes/test_recipes.py"),
     Elsewhere("$PYTHON recipes/slurm/check_recipe.py", "asks for a checkout", "tests/unit/recipes/test_recipes.py"),
     Elsewhere(SEARCH, "searches layouts for seconds", "tests/unit/cli/test_plan_command.py"),
-    Elsewhere("bash tools/gpu_check.sh", "needs GPUs", "tests/unit/tools/test_gpu_node.py"),
-    Elsewhere("python -m tools.gpu_training", "needs a checkout, and GPUs", "tests/unit/tools/test_gpu_training.py"),
+    Elsewhere("bash tools/gpu_check.sh", "needs GPUs", "tests/unit/tools/gpu/test_node.py"),
+    Elsewhere("python -m tools.gpu.training", "needs a checkout, and GPUs", "tests/unit/tools/gpu/test_training.py"),
     Elsewhere("python tools/netbox.py", "needs root and shaped links", "tests/system/test_netbox.py"),
     Elsewhere("sudo python tools/netbox.py", "needs root and shaped links", "tests/system/test_netbox.py"),
     Elsewhere(
-        "python -m tools.feature_matrix", "needs a checkout, and hours", "tests/unit/tools/test_feature_matrix.py"
+        "python -m tools.megatron_checks.feature_matrix",
+        "needs a checkout, and hours",
+        "tests/unit/tools/megatron_checks/test_feature_matrix.py",
     ),
-    Elsewhere("python -m tools.megatron_names", "needs a checkout", "tests/unit/tools/test_guards.py"),
     Elsewhere(
-        "python -m tools.data_centres", "takes minutes at the page's sizes", "tests/unit/tools/test_data_centres.py"
+        "python -m tools.megatron_checks.names", "needs a checkout", "tests/unit/tools/megatron_checks/test_guards.py"
+    ),
+    Elsewhere(
+        "python -m tools.predictions.data_centres",
+        "takes minutes at the page's sizes",
+        "tests/unit/tools/predictions/test_data_centres.py",
     ),
     Elsewhere("python -m tools.papers", "is asserted line by line there", "tests/papers/test_published_numbers.py"),
-    Elsewhere("python -m tools.bench_kernels", "times kernels", "tests/unit/cli/test_cli.py"),
-    Elsewhere("torchrun -m tools.bench_choice", "times several ranks", "tests/multirank/test_choice.py"),
-    Elsewhere("torchrun -m tools.bench_memory", "measures several ranks", "tests/multirank/test_mpmoe_memory.py"),
-    Elsewhere("torchrun tools/telemetry_overhead.py", "times several ranks", "tests/multirank/test_telemetry.py"),
+    Elsewhere("python -m tools.bench.kernels", "times kernels", "tests/unit/cli/test_cli.py"),
+    Elsewhere("torchrun -m tools.bench.choice", "times several ranks", "tests/multirank/test_choice.py"),
+    Elsewhere("torchrun -m tools.bench.memory_reuse", "measures several ranks", "tests/multirank/test_mpmoe_memory.py"),
+    Elsewhere("torchrun -m tools.bench.telemetry_overhead", "times several ranks", "tests/multirank/test_telemetry.py"),
     Elsewhere(f"torchrun -m {MOE_OPT} bench", "runs on several ranks", "tests/multirank/test_bench_layer.py"),
     Elsewhere(f"torchrun -m {MOE_OPT} profile", "measures several ranks", "tests/multirank/test_profile.py"),
     Elsewhere(f"torchrun -m {MOE_OPT} timeline", "runs on several ranks", "tests/multirank/test_timeline.py"),
@@ -188,8 +195,10 @@ def test_command_that_is_tested_elsewhere(page: Path, words: tuple[str, ...]) ->
     elif LAUNCH in kept or "--moe-token-dispatcher-type" in kept:
         _, others = split_options([word for word in kept if not word.startswith("$")])
         assert not [word for word in others if word.startswith("--moe-opt")]
-    for module in (word for word in kept if re.fullmatch(r"tools\.bench_\w+", word)):
-        _parse(import_module(module).app, kept[kept.index(module) + 1 :])
+    for module in (word for word in kept if re.fullmatch(r"tools(\.\w+)+", word)):
+        assert find_spec(module) is not None, module
+        if module.startswith("tools.bench.") and hasattr(tool := import_module(module), "app"):
+            _parse(tool.app, kept[kept.index(module) + 1 :])
 
 
 def _parse(commands: typer.Typer, words: list[str]) -> None:

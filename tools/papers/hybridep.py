@@ -15,11 +15,12 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains
-from tools.data_centres import MigrationSettings, Scale
-from tools.data_centres import scale as of_data_centres
-from tools.papers.published import Published, chosen, counted, follows, head, predicted, row
-from tools.stream_levels import Link, TimedPass, link_curves, predict, stock_seconds
-from tools.stream_model import Stream
+from tools.markdown_rows import head, row
+from tools.papers.formulas.hybridep import Stream
+from tools.papers.formulas.hybridep_levels import Link, TimedPass, link_curves, predict, stock_seconds
+from tools.papers.published import Published, chosen, counted, follows, predicted
+from tools.predictions.data_centres import MigrationSettings, Scale
+from tools.predictions.data_centres import scale as of_data_centres
 
 TABLE_VII = {
     8: ((56, 24, 8, 0), (0, 8, 24, 56)),
@@ -136,8 +137,8 @@ def domains(cluster: str, data: float, expert: float) -> str:
 
 @cache
 def simulated(number: int) -> tuple[Scale, ...]:
-    """Returns the results of so many data centres as tools/data_centres.py has them, at BANDWIDTHS: 8,192 tokens of
-    1,024, top-4, experts of 8.4 MB, compressed 25-fold, forward alone.
+    """Returns the results of so many data centres as tools/predictions/data_centres.py has them, at BANDWIDTHS: 8,192
+    tokens of 1,024, top-4, experts of 8.4 MB, compressed 25-fold, forward alone.
     """
     outer = tuple(Link(rate * GB, 200e-6) for rate in BANDWIDTHS)
     settings = MigrationSettings(
@@ -379,8 +380,9 @@ def figures() -> Iterator[str]:
 
 def scale() -> Iterator[str]:
     """Yields a table of `simulated`, with domains of 10, p near 0.9, and the fastest domains."""
-    yield "| data centres | GB/s between, a GPU | domains of 10 | p near 0.9 | least time (domain) |"
-    yield "|---:|---:|---:|---:|---:|"
+    yield from head(
+        "data centres", "GB/s between, a GPU", "domains of 10", "p near 0.9", "least time (domain)", texts=0
+    )  # fmt: skip
     for of_link in range(len(BANDWIDTHS)):
         for number in (10, 100, 1000):
             one = simulated(number)[of_link]

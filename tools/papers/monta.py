@@ -22,8 +22,9 @@ from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expansion import Expansion, Machines, MoeModel, expand
 from megatron_moe_opt.topology.layouts import Layout
-from tools.monta_formulas import paper_activations, pipeline_seconds, stage_seconds
-from tools.papers.published import Published, chosen, counted, follows, head, predicted, row
+from tools.markdown_rows import head, row
+from tools.papers.formulas.monta import paper_activations, pipeline_seconds, stage_seconds
+from tools.papers.published import Published, chosen, counted, follows, predicted
 
 TP, EP, MIB, K = 8, 2, 2**20, 1024
 MODEL = KNOWN_MODELS["monta-2x70b"]
@@ -342,8 +343,10 @@ def figures() -> Iterator[str]:
 
 def scale() -> Iterator[str]:
     """Yields a table of the layer where EP grows with the nodes: one expert a node, top-2, 8K tokens a node."""
-    yield "| GPUs | nodes = EP = experts | DeepSpeed's AllToAll, ms | O1, ms | O3 in 4 chunks, ms | baseline / best |"
-    yield "|---:|---:|---:|---:|---:|---:|"
+    yield from head(
+        "GPUs", "nodes = EP = experts", "DeepSpeed's AllToAll, ms", "O1, ms", "O3 in 4 chunks, ms",
+        "baseline / best", texts=0,
+    )  # fmt: skip
     for nodes in (128, 1024, 4096, 12500):
         layout = Layout(8 * nodes, ep=nodes, expert_tp=8)
         found = Costs(describe(A800_IB200, layout, MODEL.hidden, MODEL.ffn // TP).costs().curves)

@@ -22,9 +22,10 @@ from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, OF_EXPERTS
 from megatron_moe_opt.systems.mpmoe import candidate
 from megatron_moe_opt.topology.layouts import Layout
-from tools.mpmoe_formulas import LayerElements
+from tools.markdown_rows import head, row
 from tools.papers.at_scale import gradients
-from tools.papers.published import Published, chosen, follows, head, predicted, row
+from tools.papers.formulas.mpmoe import LayerElements
+from tools.papers.published import Published, chosen, follows, predicted
 
 MODELS = {
     name: (one.hidden, one.ffn)
@@ -382,11 +383,10 @@ def figures() -> Iterator[str]:
 
 def scale() -> Iterator[str]:
     """Yields a table of GPT-XL's layer, 8K tokens a GPU, an expert for each EP rank up to 1,024, 200 Gb/s a GPU."""
-    yield (
-        "| GPUs | EP = experts | FastMoE, ms | FasterMoE, ms | Tutel, ms | mpmoe, ms (partitions) | FastMoE / mpmoe | "
-        "gradients over DP, once a step, ms |"
-    )
-    yield "|---:|---:|---:|---:|---:|---:|---:|---:|"
+    yield from head(
+        "GPUs", "EP = experts", "FastMoE, ms", "FasterMoE, ms", "Tutel, ms", "mpmoe, ms (partitions)",
+        "FastMoE / mpmoe", "gradients over DP, once a step, ms", texts=0,
+    )  # fmt: skip
     for gpus in (64, 1024, 8192, 98304):
         ep = min(gpus, 1024)
         layout = Layout(gpus, ep=ep)

@@ -25,9 +25,10 @@ from megatron_moe_opt.planning.training.throughput import GpuSpeed
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind
 from megatron_moe_opt.systems.netmoe import NETMOE
 from megatron_moe_opt.topology.layouts import Layout
-from tools.netmoe_formulas import LinkSeconds, placement_seconds
+from tools.markdown_rows import head, row
 from tools.papers.at_scale import gradients
-from tools.papers.published import Published, counted, fitted, follows, head, predicted, row
+from tools.papers.formulas.netmoe import LinkSeconds, placement_seconds
+from tools.papers.published import Published, counted, fitted, follows, predicted
 
 TOKENS, TOPK, SAMPLES = 1024, 2, 4
 """Tokens of a sample, experts of a token, and samples of a GPU (Table 3)."""
@@ -381,11 +382,10 @@ def scale() -> Iterator[str]:
     """Yields a table of two experts and four samples a GPU, EP over all nodes up to 128; 39 % less
     between nodes, Table 5's mean.
     """
-    yield (
-        "| GPUs | EP | rows between nodes | all-to-all, ms | with 39 % less | FastMoE's layer over `netmoe`'s | "
-        "gradients over DP, once a step, ms |"
-    )
-    yield "|---:|---:|---:|---:|---:|---:|---:|"
+    yield from head(
+        "GPUs", "EP", "rows between nodes", "all-to-all, ms", "with 39 % less", "FastMoE's layer over `netmoe`'s",
+        "gradients over DP, once a step, ms", texts=0,
+    )  # fmt: skip
     for nodes in (4, 128, 1024, 12288):
         ep = 8 * min(nodes, 128)
         layout = Layout(8 * nodes, ep=ep)

@@ -35,9 +35,10 @@ from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
 from megatron_moe_opt.systems.monta import MONTA
 from megatron_moe_opt.systems.parm import PARM
 from megatron_moe_opt.topology.layouts import Layout
+from tools.markdown_rows import head, row
 from tools.papers.at_scale import gradients
-from tools.papers.published import Published, counted, follows, head, predicted, row
-from tools.parm_formulas import Collectives, failing, on_known
+from tools.papers.formulas.parm import Collectives, failing, on_known
+from tools.papers.published import Published, counted, follows, predicted
 
 SIZES = (1024, 2048, 4096)
 SAMPLES, LENGTHS, FACTORS = (2, 4, 8), (512, 1024, 2048), (1.2, 2.4)
@@ -410,11 +411,10 @@ def figures() -> Iterator[str]:
 
 def scale() -> Iterator[str]:
     """Yields a table of nodes as testbed B's, an expert for each EP rank up to 1,024."""
-    yield (
-        "| GPUs | N_EP = experts | baseline, ms | S1, ms | S2, ms | baseline / best | `monta`'s levels, ms | "
-        "gradients over DP, once a step, ms |"
-    )
-    yield "|---:|---:|---:|---:|---:|---:|---:|---:|"
+    yield from head(
+        "GPUs", "N_EP = experts", "baseline, ms", "S1, ms", "S2, ms", "baseline / best", "`monta`'s levels, ms",
+        "gradients over DP, once a step, ms", texts=0,
+    )  # fmt: skip
     known = TESTBEDS["B, 32"][0]
     for gpus in (32, 1024, 4096, 98304):
         n_ep = min(gpus // 4, 1024)

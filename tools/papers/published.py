@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from tools.markdown_rows import row
+
 EXACT, ARITHMETIC, PREDICTED, FITTED = "exact", "their arithmetic", "predicted", "fitted"
 PREDICTED_WITHIN = 0.25
 """The part of the published number within which this project asks its own predictions to be of
@@ -83,16 +85,4 @@ def table(numbers: Iterable[Published]) -> Iterator[str]:
     for one in numbers:
         within = shown(one.within) if one.within else "equal"
         state = "" if not one.unmet else f"**not met**: {one.unmet}"
-        cells = (one.what, one.source, shown(one.theirs), shown(one.ours()), one.kind, within, state)
-        yield "| " + " | ".join(cells) + " |"
-
-
-def row(*cells: object) -> str:
-    """Returns a row of any other table."""
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def head(*names: str) -> Iterator[str]:
-    """Yields the head of a table whose first column is text."""
-    yield row(*names)
-    yield row("---", *["---:"] * (len(names) - 1)).replace(" ", "")
+        yield row(one.what, one.source, shown(one.theirs), shown(one.ours()), one.kind, within, state)

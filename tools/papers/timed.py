@@ -4,9 +4,9 @@
     python -m tools.papers.timed --out timed --only 'parm 0[0-7],monta'
     python -m tools.papers.timed --out timed --table    the table of what is there
 
-Layers are timed in interleaved rounds on netbox (root), see tools/points.py. Sizes are the papers', scaled down until a
-step takes a few seconds at most, but for the largest of Table V; what is compared with a paper is the ratio of two
-schedules. FastMoE's, all rows to the experts and back, is stock's; FasterMoE's is in tools/papers/fastermoe.py.
+Layers are timed in interleaved rounds on netbox (root), see tools/bench/netbox_runs.py. Sizes are the papers', scaled
+down until a step takes a few seconds at most, but for the largest of Table V; what is compared with a paper is the
+ratio of two schedules. FastMoE's, all rows to the experts and back, is stock's; FasterMoE's is in fastermoe.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 from megatron_moe_opt.cli.profile.run import ProfileSettings
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
+from tools.bench.netbox_runs import Links, found_at, run
+from tools.markdown_rows import head, row
 from tools.papers import hybridep as hybridep_numbers
 from tools.papers import parm
-from tools.papers.published import head, row
-from tools.points import Links, found_at, run
 
 PROFILE_SECONDS = {2: 45.0, 4: 45.0, 8: 60.0}
 """The seconds to measure a profile for, by ranks of a node. With 15, two processor cores give curves that are off by
@@ -312,7 +312,7 @@ def _time_samples(point: Point, cluster: Any, device: Any) -> Timed:
     from megatron_moe_opt.planning.planner import candidates
     from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
     from megatron_moe_opt.planning.traces.routing_generator import TABLE5, like_table5
-    from tools.bench_samples import SampleSettings, run
+    from tools.bench.samples import SampleSettings, run
 
     layer, table = point.layer, TABLE5[point.model][2]
     trace = like_table5(table, passes=6, layers=SAMPLE_LAYERS, seed=0, tokens=layer.tokens // 4)

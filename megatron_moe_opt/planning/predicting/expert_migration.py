@@ -3,8 +3,8 @@ IV).
 
 A domain size must divide its level, so that few proportions exist, p = (G - S) / (G - 1). Each choice of sizes takes
 what the schedules take that run with it, with one collective a level, one level after the other (the paper's closed
-form: tools/stream_levels.py), or with tokens in chunks, which are at several levels at once. At level l, of SF_l
-workers in N_l = SF_l / S_l domains, a group moves (bytes as Op.size counts them: own ones too)
+form: tools/papers/formulas/hybridep_levels.py), or with tokens in chunks, which are at several levels at once. At level
+l, of SF_l workers in N_l = SF_l / S_l domains, a group moves (bytes as Op.size counts them: own ones too)
 
     exchange     tokens * row * copies_l          copies_l: of a token, see below
     migration    P_E * S_0 * ... * S_l            experts gathered so far, from the outermost level inwards

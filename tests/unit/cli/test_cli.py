@@ -22,8 +22,8 @@ from megatron_moe_opt.errors import ConfigurationError, ExtensionError, LayerErr
 from megatron_moe_opt.planning.costs.cluster import Cluster, World
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.job import output_of
-from tools import bench_choice, bench_executor, bench_kernels, bench_saa
-from tools.kernel_timing import Row, Timing
+from tools.bench import choice, executor, kernels, saa
+from tools.bench.timing import Row, Timing
 
 
 def _pages(command, *words):
@@ -228,7 +228,7 @@ def test_bench_layer_refuses(monkeypatch, capsys, arguments, world, sentence):
 )
 def test_other_benchmarks_refuse(monkeypatch, capsys, arguments, sentence):
     benchmark, *options = arguments.split()
-    commands = {"saa": bench_saa.app, "choice": bench_choice.app}[benchmark]
+    commands = {"saa": saa.app, "choice": choice.app}[benchmark]
     assert _run(monkeypatch, *options, world=2, commands=commands) == 2
     assert capsys.readouterr().err == f"moe-opt: {sentence}\n"
 
@@ -239,7 +239,7 @@ def test_one_rank_of_a_node_speaks(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("command", [(app, "bench"), (bench_choice.app, "--profile", "f")], ids=["bench", "choice"])
+@pytest.mark.parametrize("command", [(app, "bench"), (choice.app, "--profile", "f")], ids=["bench", "choice"])
 def test_benchmarks_take_the_ranks_of_srun(monkeypatch, capsys, command):
     """Which have no address to meet at here."""
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -391,7 +391,7 @@ def test_bench_choice_in_one_process(tmp_path):
     profile, file = tmp_path / "cluster.json", tmp_path / "choice.json"
     Cluster(World((0,)), {(Kind.COPY, None): ((1, 1e-3), (1 << 20, 2e-3))}).save(profile)
     shape = "--tokens 16,48 --chunks 2,4 --hidden 32 --experts 4 --steps 2 --warmup 0"
-    printed = output_of("tools.bench_choice", *f"--profile {profile} {shape} -o {file}".split())
+    printed = output_of("tools.bench.choice", *f"--profile {profile} {shape} -o {file}".split())
     assert "16 tokens a rank, hidden 32, 4 experts, top-2, fp32, TP 1, EP 1, expert-TP 1, routing uniform" in printed
     assert "model: regret at most 5 % in" in printed and "of 2 points" in printed
     assert "judged by the other, the fastest itself: regret at most 5 % in" in printed
@@ -416,12 +416,12 @@ def test_bench_choice_in_one_process(tmp_path):
     ],
 )
 def test_bench_choice_refuses(monkeypatch, capsys, options, sentence):
-    assert _run(monkeypatch, "--profile", "f", *options.split(), commands=bench_choice.app) == 2
+    assert _run(monkeypatch, "--profile", "f", *options.split(), commands=choice.app) == 2
     assert sentence in capsys.readouterr().err
 
 
 def test_bench_executor():
-    rows = [line.split("│")[1:-1] for line in output_of("tools.bench_executor", "--repeats", 2).splitlines()]
+    rows = [line.split("│")[1:-1] for line in output_of("tools.bench.executor", "--repeats", 2).splitlines()]
     table = [[cell.strip() for cell in row] for row in rows if row]
     assert [lanes for lanes, _, _ in table] == ["1", "2", "3"]
     for _, median, spread in table:
@@ -429,7 +429,7 @@ def test_bench_executor():
         assert 0 < float(least) <= float(median) <= float(largest)
 
 
-@pytest.mark.parametrize("command", [bench_kernels.app, bench_executor.app], ids=["kernels", "executor"])
+@pytest.mark.parametrize("command", [kernels.app, executor.app], ids=["kernels", "executor"])
 @pytest.mark.parametrize(
     ("sees_a_gpu", "sentence"),
     [
@@ -449,13 +449,13 @@ def test_benchmarks_without_cuda(monkeypatch, capsys, command, sees_a_gpu, sente
 
 
 def test_bench_kernels_refuses_a_file_before_it_measures(monkeypatch, capsys):
-    assert _run(monkeypatch, "-o", "nowhere/out.json", commands=bench_kernels.app) == 2
+    assert _run(monkeypatch, "-o", "nowhere/out.json", commands=kernels.app) == 2
     error = capsys.readouterr().err
     assert error == "moe-opt: --output nowhere/out.json: its folder does not exist; create it or choose another\n"
 
 
 def test_bench_kernels_times_permute_rows_in_formats_and_tokens_that_hop():
-    workload = bench_kernels.Workload(torch.device("cpu"), 16, 32, 4, 2, "bf16", 1)
+    workload = kernels.Workload(torch.device("cpu"), 16, 32, 4, 2, "bf16", 1)
     rows = workload.measure(2) + workload.measure_wire(2) + workload.measure_hops(2)
     expected = {"permute", "permute packed, map given", "unpermute, map given", "sum in fp8", "probabilities split off"}
     expected |= {"copies to domains", "rows of experts", "row map cut in 4"}
@@ -468,7 +468,7 @@ def test_bench_kernels_says_whether_a_share_of_the_copy_was_reached(capsys):
         return Row(op, "bf16", 2, Timing(ours, ours, ours), None, Timing(0.9, 0.9, 0.9))
 
     rows = [row("permute", 1.0), row("unpermute", 1.2), row("round trip", 9.0)]
-    assert bench_kernels.reaches(rows, 0.75) and not bench_kernels.reaches(rows, 0.85)
+    assert kernels.reaches(rows, 0.75) and not kernels.reaches(rows, 0.85)
     bar = "permute and unpermute, forward and backward, at"
     assert capsys.readouterr().out.splitlines() == [
         f"{bar} 75% of a plain copy's bandwidth or more: met, at worst 75.0%",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_moe_opt.kernels import place_samples, solve_placement
 from megatron_moe_opt.planning.offline import placement as by_scipy
 from tests import kernel_reference as reference
-from tools.bench_placement import transfer_costs
+from tools.bench.placement import transfer_costs
 
 
 def least_cost(cost, capacity):

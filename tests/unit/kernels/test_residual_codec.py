@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_moe_opt import kernels
 from tests import kernel_reference as reference
 from tests.unit.codec_cases import BLOCK, DTYPES, FILLS, check_decode, check_encode, pair, same_values
-from tools.bench_kernels import CodecWorkload
+from tools.bench.kernels import CodecWorkload
 
 SAMPLED = 70_000  # elements from which on the k-th magnitude is guessed from a sample
 

@@ -17,8 +17,8 @@ from megatron_moe_opt.planning.predicting.expert_migration import MigrationLayer
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
-from tools.stream_levels import Link, TimedPass, link_curves, predict, stock_seconds, stock_sent
-from tools.stream_model import Stream
+from tools.papers.formulas.hybridep import Stream
+from tools.papers.formulas.hybridep_levels import Link, TimedPass, link_curves, predict, stock_seconds, stock_sent
 
 FORWARD = (TimedPass(500),)
 

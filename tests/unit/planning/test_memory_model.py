@@ -19,7 +19,7 @@ from megatron_moe_opt.planning.training.memory import (
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.throughput import GpuSpeed, throughput
 from megatron_moe_opt.topology.layouts import Layout
-from tools.monta_formulas import paper_activations
+from tools.papers.formulas.monta import paper_activations
 
 SHAPE = ModelShape(layers=8, hidden=1024, heads=16, vocabulary=32000, experts=8, topk=2, ffn=4096)
 

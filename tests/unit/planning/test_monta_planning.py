@@ -24,7 +24,7 @@ from megatron_moe_opt.schedules.monta import LEVELS
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.systems.monta import MONTA, MontaOptions
 from megatron_moe_opt.topology.layouts import Layout
-from tools.monta_formulas import pipeline_seconds, stage_seconds
+from tools.papers.formulas.monta import pipeline_seconds, stage_seconds
 
 MB = 10**6
 # The paper's cluster: 2 nodes of 8 A800, InfiniBand 200 Gb/s, NVLink, HBM2 (decimal units).

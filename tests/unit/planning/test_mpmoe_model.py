@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from tests.unit.mpmoe_paradigms import paradigm_1, paradigm_2, paradigm_3, paradigm_seconds
-from tools.mpmoe_formulas import LayerElements
+from tools.papers.formulas.mpmoe import LayerElements
 
 MODELS = {"GPT-S": (768, 3072), "GPT-XL": (2048, 8192), "BERT-L": (1024, 4096)}  # M, H (Table III)
 seconds = st.integers(1, 1000).map(float)

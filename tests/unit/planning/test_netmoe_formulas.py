@@ -13,7 +13,7 @@ from megatron_moe_opt.kernels import place_samples
 from megatron_moe_opt.planning.costs.curves import AlphaBeta
 from megatron_moe_opt.planning.costs.known_clusters import GB, NETMOE_A800
 from megatron_moe_opt.planning.predicting.placement_volume import Volume, placement_volume
-from tools.netmoe_formulas import LinkSeconds, placement_seconds
+from tools.papers.formulas.netmoe import LinkSeconds, placement_seconds
 
 DEVICES, NODE = np.arange(4), np.array([0, 0, 1, 1])
 PLACEMENTS = [np.array(one) for one in permutations(range(4))]

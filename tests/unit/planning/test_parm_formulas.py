@@ -15,7 +15,7 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.schedules.schedule import COLLECTIVES
 from megatron_moe_opt.topology.layouts import Layout
-from tools.parm_formulas import ROUNDING, Collectives, bandwidth_alone
+from tools.papers.formulas.parm import ROUNDING, Collectives, bandwidth_alone
 
 powers = st.sampled_from([1, 2, 4])
 

@@ -28,7 +28,7 @@ from megatron_moe_opt.systems.expert_migration import EXPERT_MIGRATION, fastest_
 from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION
 from megatron_moe_opt.systems.mpmoe import MPMOE
 from megatron_moe_opt.topology.layouts import Layout
-from tools import stream_levels
+from tools.papers.formulas import hybridep_levels
 
 MB = 10**6
 NODES = (0, 0, 0, 0, 1, 1, 1, 1)
@@ -231,8 +231,9 @@ def test_small_experts_travel_and_large_ones_stay():
     assert not large.startswith("expert-migration:2x")
     layer, measured = migrating(8)
     one = by_variant(candidates(layer, measured)[0])["expert-migration:1x1"]
-    passes = tuple(stream_levels.TimedPass(layer.expert_bytes, kind) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
-    (own, *_) = stream_levels.predict(
+    kinds = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+    passes = tuple(hybridep_levels.TimedPass(layer.expert_bytes, kind) for kind in kinds)
+    (own, *_) = hybridep_levels.predict(
         expert_migration.MigrationLayer(1024, 4096 + 16, 2, 1, passes),
         (2, 4), measured_curves(measured.costs(), (2, 4)),
     )  # fmt: skip

@@ -6,13 +6,10 @@ import os
 import shutil
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
-
-import netbox  # noqa: E402
+from tools import netbox
 
 RUN = ["run", "--nodes", "2", "--ranks-per-node", "4", "--inter", "200mbit", "--intra", "1600mbit"]
 SHAPE = netbox.Shape(2, 4, 200_000_000, 1_600_000_000)

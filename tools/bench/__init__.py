@@ -1,0 +1,1 @@
+"""What layers, kernels and choices take and hold, on this machine or on netbox's imitated nodes."""

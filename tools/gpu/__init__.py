@@ -1,0 +1,1 @@
+"""The checks of machines with GPUs, and what watches commands there."""

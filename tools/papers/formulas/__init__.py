@@ -1,0 +1,1 @@
+"""What the papers say in closed form, in their own symbols: tests hold the planner against it."""

@@ -1,0 +1,1 @@
+"""What the planner expects of clusters and compositions that are not at hand; nothing is measured."""
