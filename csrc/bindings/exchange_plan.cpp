@@ -26,14 +26,15 @@ planning::Counts checked_counts(const Tensor& counts, int64_t ep_rank, int64_t e
   return {counts.const_data_ptr<int64_t>(), ep_size, etp_size, experts / ep_size, ep_rank, etp_rank};
 }
 
-// (chunks, tokens_per_expert int64 [local] or [chunks, local]): see planning/exchange_plan.h. counts is int64
+// (chunks, tokens_per_expert int64 [targets, local]): see planning/exchange_plan.h. counts is int64
 // [EP, ETP, E]. A chunk is what runtime/rows/exchange_plan.py's ChunkPlan is made of: (sent, arriving, etp rank, the
 // list that moves its blocks on `device` with the number of its rows, first row sent, received, gathered).
 py::tuple plan_exchange(const Input<"counts">& of_ranks, Size<"ep_rank"> ep_rank, Size<"etp_rank"> etp_rank,
-                        Size<"num_chunks"> num_chunks, bool together, at::Device device) {
+                        Size<"num_chunks"> num_chunks, Size<"targets"> targets, at::Device device) {
   const Tensor counts = of_ranks.contiguous();
   const planning::Counts of_rank = checked_counts(counts, ep_rank, etp_rank);
   check(num_chunks >= 1 && num_chunks <= kMostChunks, num_chunks, " chunks: give a number from 1 to ", kMostChunks);
+  check(targets >= 1 && num_chunks % targets == 0, num_chunks, " chunks do not divide among ", targets, " targets");
   const int64_t ranks = bounded_product(of_rank.ep_size, of_rank.etp_size);
   const int64_t of_rank_blocks = std::max<int64_t>(1, of_rank.local);
   check(bounded_product(bounded_product(ranks, of_rank_blocks), num_chunks) <= kMostBlocks, num_chunks,
@@ -42,10 +43,10 @@ py::tuple plan_exchange(const Input<"counts">& of_ranks, Size<"ep_rank"> ep_rank
   const auto options = at::TensorOptions().dtype(ScalarType::Long);
   const int64_t blocks = planning::num_blocks(of_rank, num_chunks);
   Tensor lists = at::empty({3, blocks}, options.pinned_memory(device.is_cuda()));
-  Tensor tokens = together ? at::empty({of_rank.local}, options) : at::empty({num_chunks, of_rank.local}, options);
+  Tensor tokens = at::empty({targets, of_rank.local}, options);
   int64_t* list = lists.mutable_data_ptr<int64_t>();
   const std::vector<planning::ChunkPlan> plan = planning::plan_exchange(
-      of_rank, num_chunks, together, list, list + blocks, list + 2 * blocks, tokens.mutable_data_ptr<int64_t>());
+      of_rank, num_chunks, targets, list, list + blocks, list + 2 * blocks, tokens.mutable_data_ptr<int64_t>());
   if (!device.is_cpu()) lists = lists.to(device, /*non_blocking=*/true);
   const int64_t of_chunk = blocks / num_chunks;
   py::list chunks(num_chunks.value);

@@ -26,10 +26,10 @@ int64_t num_blocks(const Counts& counts, int64_t num_chunks) {
   return num_chunks * counts.etp_size * counts.ep_size * counts.local;
 }
 
-std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, bool together, int64_t* source_rows,
+std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, int64_t targets, int64_t* source_rows,
                                      int64_t* target_rows, int64_t* row_counts, int64_t* tokens_per_expert) {
   const int64_t ep = counts.ep_size, etp = counts.etp_size, local = counts.local, experts = ep * local;
-  const int64_t peers = etp * ep, of_chunk = peers * local;
+  const int64_t peers = etp * ep, of_chunk = peers * local, chunks_of_target = num_chunks / targets;
   std::vector<ChunkPlan> plan(num_chunks, {ChunkPlan::Numbers(ep), {static_cast<size_t>(etp), ChunkPlan::Numbers(ep)}});
 
   const int64_t* own = counts.rows + (counts.ep_rank * etp + counts.etp_rank) * experts;
@@ -38,7 +38,7 @@ std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, b
     for (int64_t c = 0; c < num_chunks; ++c) plan[c].sent[expert / local] += cut.rows(c);
   }
 
-  std::fill_n(tokens_per_expert, (together ? 1 : num_chunks) * local, 0);
+  std::fill_n(tokens_per_expert, targets * local, 0);
   for (int64_t t = 0; t < etp; ++t) {
     for (int64_t e = 0; e < ep; ++e) {
       const int64_t* rows = counts.rows + (e * etp + t) * experts + counts.ep_rank * local;
@@ -49,15 +49,14 @@ std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, b
           row_counts[c * of_chunk + (t * ep + e) * local + l] = number;
           plan[c].arriving[t][e] += number;
           plan[c].gathered += number;
-          tokens_per_expert[together ? l : c * local + l] += number;
+          tokens_per_expert[c / chunks_of_target * local + l] += number;
         }
       }
     }
   }
 
-  const int64_t targets = together ? 1 : num_chunks, chunks_of_target = together ? num_chunks : 1;
   for (int64_t target = 0; target < targets; ++target) {
-    const int64_t first = target * of_chunk, blocks = chunks_of_target * of_chunk;
+    const int64_t blocks = chunks_of_target * of_chunk, first = target * blocks;
     int64_t row = 0;
     for (int64_t block = first; block < first + blocks; ++block) {
       source_rows[block] = row;
@@ -78,7 +77,8 @@ std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, b
   const auto sum = [](const ChunkPlan::Numbers& numbers) {
     return std::accumulate(numbers.begin(), numbers.end(), int64_t{0});
   };
-  for (int64_t c = 1; together && c < num_chunks; ++c) {
+  for (int64_t c = 1; c < num_chunks; ++c) {
+    if (c % chunks_of_target == 0) continue;
     const ChunkPlan& before = plan[c - 1];
     plan[c].first_sent = before.first_sent + sum(before.sent);
     plan[c].first_received = before.first_received + sum(before.arriving[counts.etp_rank]);

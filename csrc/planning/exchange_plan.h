@@ -21,8 +21,8 @@ struct ChunkPlan {
   std::vector<int64_t> sent;      // [ep_size] rows to each expert-parallel peer
   std::vector<Numbers> arriving;  // [etp_size][ep_size] rows of each rank for this rank's experts
   int64_t gathered = 0;           // all that arrive
-  // Where its rows begin among those that this rank sends, receives from its own expert-tensor-parallel rank, and
-  // gathers; 0 where every chunk is a target of its own.
+  // Where its rows begin among those of its target that this rank sends, receives from its own expert-tensor-parallel
+  // rank, and gathers.
   int64_t first_sent = 0, first_received = 0, first_gathered = 0;
 };
 
@@ -33,11 +33,11 @@ int64_t num_blocks(const Counts& counts, int64_t num_chunks);
 // block (chunk, etp rank, ep rank, local expert) comes from source_rows on, goes to target_rows on, and has row_counts
 // rows. Blocks arrive in that order, and end up in the order (local expert, etp rank, ep rank, chunk).
 //
-// together: all chunks are one target, and tokens_per_expert is [local]; else every chunk is a target of its own, in
-// which rows count from 0, and tokens_per_expert is [chunks, local].
+// targets: as many chunks, one behind another, make up each, in which rows count from 0; divides num_chunks.
+// tokens_per_expert is [targets, local].
 //
 // Throws std::invalid_argument where it meets what is no number of rows.
-std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, bool together, int64_t* source_rows,
+std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, int64_t targets, int64_t* source_rows,
                                      int64_t* target_rows, int64_t* row_counts, int64_t* tokens_per_expert);
 
 // Where the ranks of a TP group of `tp_size` have the same rows: of every partition, TP rank m exchanges part m.

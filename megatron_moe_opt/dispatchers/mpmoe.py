@@ -34,7 +34,7 @@ from megatron_moe_opt.runtime.hops.token_hops import TokenHops
 from megatron_moe_opt.runtime.rows.exchange_plan import plan_partitions, plan_shared_partitions
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows, permuted
-from megatron_moe_opt.runtime.rows.ways import EpThenExpertTp, way_of
+from megatron_moe_opt.runtime.rows.ways import EpThenExpertTp, EpWithExpertTp
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import through_experts
 from megatron_moe_opt.runtime.through_experts.shared_call import SharedExperts
@@ -65,12 +65,15 @@ class PartitionedRows:
         device = source.row_map.rows.device
         # host synchronisation: for the counts, the only one of a forward pass
         counts, ranks, number = self.counts.wait(), (groups.ep_rank, groups.etp_rank), self.partitions.count
-        if self.copies is None:
-            plans = plan_partitions(counts, *ranks, number, device)
-            way = way_of(groups, None if self.partitions.way == JOINT else "O1", source.payload)
-        else:
+        if self.copies is not None:
             plans = plan_shared_partitions(counts, *ranks, self.copies, self.beyond, number, device)
             way = EpThenExpertTp(groups, "O1", source.payload, self.copies.group)
+        elif self.partitions.way == JOINT:
+            plans = plan_partitions(counts, *ranks, number, device)
+            way = EpWithExpertTp(groups, source.payload)
+        else:
+            plans = plan_partitions(counts, *ranks, number, device, self.partitions.chunks)
+            way = EpThenExpertTp(groups, "O1", source.payload, chunks=self.partitions.chunks)
         return tuple(Exchange(way, plan) for plan in plans)
 
 
@@ -183,7 +186,8 @@ class MpmoeDispatcher(Dispatcher):
             rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, shares, is_padded, tp)
             tokens = HoppingTokens.tell(self.hops, rows, routing_map_TE, self.migrated, copies)
             return self.hops.pack(tokens_TH, probs_TE, rows), Partitioned(partitions, probs_TE.dtype, tokens)
-        sizes, beyond, parts = {"capacity": capacity, "num_rows": num_rows}, None, partitions.count
+        sizes, beyond = {"capacity": capacity, "num_rows": num_rows}, None
+        parts = partitions.count * partitions.chunks
         if copies is None:
             row_map, counts = map_rows(routing_map_TE, groups, **sizes)
         else:

@@ -26,14 +26,19 @@ class Partitions:
     """The strategy by which partitions share memory: a key of schedules.mpmoe.STRATEGIES."""
     way: str = ROWS
     """The way that the partitions take to their experts: one of the options' ways."""
+    chunks: int = 1
+    """The number of chunks in which each partition goes, by rows."""
 
     def __str__(self) -> str:
-        return f"{self.count} partition{'s' * (self.count > 1)}, memory reuse {self.strategy}{_IN_WORDS[self.way]}"
+        chunks = f" in {self.chunks} chunks each" if self.chunks > 1 else ""
+        count = f"{self.count} partition{'s' * (self.count > 1)}{chunks}"
+        return f"{count}, memory reuse {self.strategy}{_IN_WORDS[self.way]}"
 
     @classmethod
     def of(cls, options: Options) -> Partitions:
         """Returns the first partitioning among those that options leave to choose from."""
-        return cls(options.partition_counts[0], options.memory_strategies[0], options.ways[0])
+        chunks = options.partition_chunks[0]
+        return cls(options.partition_counts[0], options.memory_strategies[0], options.ways[0], chunks)
 
 
 _IN_WORDS = {

@@ -111,6 +111,7 @@ class HopStages:
     lies_in: ClassVar[Mapping[str, str]] = MappingProxyType({})
     ahead: ClassVar[int] = 2
     """The parts of rows that are on their way before the experts have had one (pipeline.Stages)."""
+    chunks: ClassVar[int] = 1
 
     def out(self) -> list[Stage]:
         """Returns the stages to the experts, the last of which sorts by expert."""

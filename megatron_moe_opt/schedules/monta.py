@@ -45,6 +45,8 @@ class AllToAllAndGather:
     """The lane in which rows are sorted by source again."""
     tp_size: int = 1
     """Number of ranks that have shared out rows all of them hold, and get back those of all (Parm's S2)."""
+    chunks: int = 1
+    """Number of chunks in which a partition goes, where it is one of several that go through their experts."""
 
     lies_in: ClassVar[Mapping[str, str]] = MappingProxyType({"arrived": "gathered"})
     """Where a buffer lies: an all-to-all may arrive in its own part of what the all-gather writes."""

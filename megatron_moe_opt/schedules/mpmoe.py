@@ -21,6 +21,9 @@ Offloading has lanes of its own, d2h in the forward and h2d in the backward pass
 and its T_M is the output of an expert's first matrix product: that is what is offloaded, and what Megatron's experts
 save besides is computed again from it.
 
+In chunks, a partition goes as MoNTA's rows do: one chunk of it is inside nodes while the next one is between them, and
+the experts take all of them at once.
+
 What lies between a rank's rows and its experts are the stages of a way (`by_rows`; `jointly`, in one all-to-all to all
 shards of an expert; or hops.py's: then a partition is a part of the tokens, each of which crosses a link once). Where
 that is more than one all-to-all, two partitions are on their way before the experts have had one, if memory is not
@@ -34,7 +37,8 @@ the tokens, those at both ends are smaller therefore (`token_shares`).
 Shared experts, which all tokens go through where they are, do half of their work while the first partition is on its
 way, before its experts, and half while the last one is on its way back, behind those of that.
 
-Buffers of partition j are NAME.j, or NAME.SLOT where partitions share them. Of gradients they are called grad_NAME.
+Buffers of partition j are NAME.j, or NAME.SLOT where partitions share them; a chunk's part of one is NAME.j/CHUNK. Of
+gradients they are called grad_NAME.
 """
 
 from __future__ import annotations
@@ -183,11 +187,11 @@ class PartitionRows:
         return ChunkBytes(self.own * row_bytes, self.gathered * row_bytes, self.returned * row_bytes)
 
 
-def by_rows(ep_size: int, etp_size: int, tp_size: int = 1) -> AllToAllAndGather:
+def by_rows(ep_size: int, etp_size: int, tp_size: int = 1, chunks: int = 1) -> AllToAllAndGather:
     """Returns the stages of a row for every expert of a token: MPMoE's own. With a TP group of several ranks these have
-    shared out their rows.
+    shared out their rows. A partition goes in so many chunks, as MoNTA's rows do.
     """
-    return AllToAllAndGather(ep_size, etp_size, sort=Lane.COPY, unsort=Lane.INTRA, tp_size=tp_size)
+    return AllToAllAndGather(ep_size, etp_size, Lane.COPY, Lane.INTRA, tp_size, chunks)
 
 
 def jointly(etp_size: int) -> JointAllToAll:
@@ -390,6 +394,10 @@ class Move:
         return names | {"sorted": self.sorted}
 
 
+_AT_EXPERTS = frozenset({"tokens", "output", "grad_output", "grad_tokens"})
+"""The buffers of a partition that experts read and write, whatever chunks it goes in."""
+
+
 INPUTS = Move("rows", True, "tokens")
 OUTPUTS = Move("output", False)
 OUTPUT_GRADIENTS = Move("grad_combined", True, "grad_output", "grad_")
@@ -470,7 +478,7 @@ class _Partitions(Pipeline):
         *moves, _ = stages = self._stages(move)
         names = move.names(stages, self._way.lies_in)
         first = next((number + 1 for number, stage in enumerate(moves) if stage.group is not None), 0)
-        arrived = self.through(j, own_buffer(move.source, j), moves[:first], names)
+        arrived = self._through(j, own_buffer(move.source, j), moves[:first], names)
         self._on_the_way[j, move] = arrived, moves[first:]
 
     def _pass_on(self, j: int) -> None:
@@ -478,13 +486,13 @@ class _Partitions(Pipeline):
         for (number, move), (arrived, moves) in self._on_the_way.items():
             if number == j and moves:
                 names = move.names(moves, self._way.lies_in)
-                self._on_the_way[j, move] = self.through(j, arrived, moves, names), ()
+                self._on_the_way[j, move] = self._through(j, arrived, moves, names), ()
 
     def sort(self, j: int, move: Move) -> None:
         """Adds the op that sorts a partition's rows by expert, once they have arrived."""
         *_, sort = stages = self._stages(move)
         arrived, _ = self._on_the_way.pop((j, move))
-        self.through(j, arrived, [sort], move.names(stages, self._way.lies_in))
+        self._through(j, arrived, [sort], move.names(stages, self._way.lies_in))
 
     def back(self, j: int, move: Move, target: str) -> None:
         """Sends a partition's rows back to their sources: move.source -> target. What is done there comes after what
@@ -497,25 +505,41 @@ class _Partitions(Pipeline):
         share = stages[len(moves) :]
         sums = moves[-1:] if len(moves) > 1 and moves[-1].kind is Kind.PERMUTE else []
         moves = moves[: len(moves) - len(sums)]
-        self._at_source[j] = self.through(j, move.source, moves, names), sums, share, names
+        self._at_source[j] = self._through(j, move.source, moves, names), sums, share, names
 
     def _sum_up(self, j: int) -> None:
         """Adds what a rank does with the rows of a partition that are back: it sums those of a token."""
         if j in self._at_source:
             back, sums, share, names = self._at_source[j]
-            self._at_source[j] = self.through(j, back, sums, names), [], share, names
+            self._at_source[j] = self._through(j, back, sums, names), [], share, names
 
     def _share(self, j: int) -> None:
         """Adds what the ranks of a TP group that have shared out a partition do with its sums: they gather them."""
         if j in self._at_source:
             back, _, share, names = self._at_source.pop(j)
-            self.through(j, back, share, names)
+            self._through(j, back, share, names)
+
+    def _through(self, j: int, source: str, stages: Sequence[Stage], names: Mapping[str, str]) -> str:
+        """Appends stages for each chunk of a partition, one after another, and returns what the last stage writes."""
+        written = source
+        for chunk in range(self._way.chunks):
+            of_chunk = {name: self._of_chunk(buffer, chunk) for name, buffer in names.items()}
+            written = self.through(j, self._of_chunk(source, chunk), stages, of_chunk, chunk)
+        return written.partition("/")[0]
+
+    def _of_chunk(self, buffer: str, chunk: int) -> str:
+        """Returns what a chunk's part of a partition's buffer is called, so that it waits for no other chunk's; the
+        whole buffer, where that is given or the experts'. Where partitions share it, a chunk's rows may lie where
+        another chunk's were: there it is one for all.
+        """
+        is_whole = "." in buffer or buffer in _AT_EXPERTS
+        return buffer if is_whole or self._way.chunks == 1 or self._strategy.reuses else f"{buffer}/{chunk}"
 
     def _stages(self, move: Move) -> list[Stage]:
         """Returns the stages of the way in a move's direction, which measure rows of a partition as it has them."""
 
         def measured(stage: Stage) -> Measure:
-            return lambda moved: stage.size(moved.bytes(move))
+            return lambda moved: -(-stage.size(moved.bytes(move)) // self._way.chunks)
 
         stages = self._way.out() if move.is_out else self._way.back()
         return [replace(stage, size=measured(stage)) for stage in stages]
@@ -524,7 +548,8 @@ class _Partitions(Pipeline):
         if "." in name:
             return name
         if not self._strategy.reuses:
-            return own_buffer(name, j)
+            whole, slash, chunk = name.partition("/")
+            return own_buffer(whole, j) + slash + chunk
         if name == "middle":
             return f"{name}.{j % self._strategy.middle_buffers}"
         # What comes from the host has no buffer to arrive in: it has a second one to be fetched into, beside gradients.

@@ -44,6 +44,7 @@ class JointAllToAll:
     lies_in: ClassVar[Mapping[str, str]] = MappingProxyType({})
     ahead: ClassVar[int] = 1
     """The parts of rows that are on their way before the experts have had one (pipeline.Stages)."""
+    chunks: ClassVar[int] = 1
 
     def out(self) -> list[Stage]:
         """Returns the stages to all shards of the experts; the last one sorts by expert."""

@@ -52,6 +52,10 @@ class Stages(Protocol):
     def ahead(self) -> int:
         """Returns how many parts of rows are on their way before the experts have had one, if both are one pipeline."""
 
+    @property
+    def chunks(self) -> int:
+        """Returns in how many chunks such a part goes, one behind another, if both are one pipeline."""
+
     def out(self) -> list[Stage]:
         """Returns the stages to the experts, the last of which sorts by expert and writes `sorted`."""
 
@@ -101,6 +105,7 @@ class Pipeline:
         reads: Sequence[str],
         writes: Sequence[str],
         group: str | None = None,
+        part: int = 0,
     ) -> None:
         """Appends an op, which waits for whatever its buffers ask for.
 
@@ -125,21 +130,27 @@ class Pipeline:
             self._readers.setdefault(name, []).append(index)
         for name in writes:
             writer[name], self._readers[name], self._chunk[name] = index, [], chunk
-        self._ops.append(Op(kind, lane, chunk, 0, tuple(sorted(last.values())), reads, writes, group))
+        self._ops.append(Op(kind, lane, chunk, 0, tuple(sorted(last.values())), reads, writes, group, part=part))
         self._measures.append(size)
 
     def through(
-        self, chunk: int, source: str, stages: Sequence[Stage], names: Mapping[str, str] = MappingProxyType({})
+        self,
+        chunk: int,
+        source: str,
+        stages: Sequence[Stage],
+        names: Mapping[str, str] = MappingProxyType({}),
+        part: int = 0,
     ) -> str:
         """Appends stages, the first of which reads `source`, and returns the name of what the last one writes.
 
         Args:
             names: of the stages' buffers, where they are to be called otherwise.
+            part: of the chunk, that the ops move.
         """
         for stage in stages:
             reads = (source, *(names.get(name, name) for name in stage.also_reads))
             source = names.get(stage.writes, stage.writes)
-            self.add(stage.kind, stage.lane, chunk, stage.size, reads, (source,), stage.group)
+            self.add(stage.kind, stage.lane, chunk, stage.size, reads, (source,), stage.group, part)
         return source
 
     def outline(self, name: str) -> Outline:

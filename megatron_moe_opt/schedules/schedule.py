@@ -85,6 +85,8 @@ class Op:
     """The role of a collective's process group, such as "ep" or "expert-tp"; None: the op is no collective."""
     meanwhile: int = 0
     """How many of the ops behind it are issued halfway through it, on a GPU: see issue_order.py."""
+    part: int = 0
+    """The part of its chunk that it moves, where a partition of rows is a chunk and goes in several parts."""
 
     def __str__(self) -> str:
         return f"{self.kind.value} of chunk {self.chunk}"

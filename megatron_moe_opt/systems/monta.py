@@ -41,8 +41,9 @@ class MontaOptions(SharedOptions):
     chunks: int | str | None = option(
         "chunks",
         CHUNKS,
-        f"chunks of the pipeline at O2 and O3 (default: auto with a profile, else {DEFAULT_CHUNKS}), or of tokens that "
-        "hop under netmoe (default: 1) or expert-migration (default: auto with a profile, else 1)",
+        f"chunks of the pipeline at O2 and O3 (default: auto with a profile, else {DEFAULT_CHUNKS}), of each partition "
+        "of mpmoe's by rows (default: 1), or of tokens that hop under netmoe (default: 1) or expert-migration "
+        "(default: auto with a profile, else 1)",
         auto=CHOOSES,
     )
     minimal_chunk: int | None = option(

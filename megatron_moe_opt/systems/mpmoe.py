@@ -45,6 +45,8 @@ from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 
 NAME = "mpmoe"
 DEFAULT_PARTITIONS = 4
+CHUNKS_OF_A_PARTITION = (1, 2, 4)
+"""The numbers of chunks to choose from, in which a partition goes over two links."""
 _OF_EXPERTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 """The modules that run in an expert call, of those that --offload-modules takes."""
 
@@ -91,8 +93,9 @@ class MpmoeOptions(SharedOptions):
 
     @property
     def tunes_partitions(self) -> bool:
-        """Whether `mpmoe` chooses any of its partitions, its memory reuse and its way."""
-        return len(self.partition_counts) > 1 or AUTO in (self.memory_reuse, self.way)
+        """Whether `mpmoe` chooses any of its partitions, their chunks, its memory reuse and its way."""
+        several = (self.partition_counts, self.partition_chunks)
+        return any(len(counts) > 1 for counts in several) or AUTO in (self.memory_reuse, self.way)
 
     @property
     def partition_counts(self) -> tuple[int, ...]:
@@ -102,6 +105,12 @@ class MpmoeOptions(SharedOptions):
         if isinstance(self.partitions, tuple):
             return self.partitions
         return (self.partitions or DEFAULT_PARTITIONS,)
+
+    @property
+    def partition_chunks(self) -> tuple[int, ...]:
+        """Returns the numbers of chunks of a partition to choose from; one where the user chose."""
+        chunks = getattr(self, "chunks", AUTO)  # an option of monta's, and left open where it is not with these
+        return CHUNKS_OF_A_PARTITION if chunks == AUTO else (chunks or 1,)
 
     @property
     def memory_strategies(self) -> tuple[str, ...]:
@@ -175,6 +184,7 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
     if options.partition_counts != (1,) and _rounds_each(config, arguments):
         raise ConfigurationError(ROUNDS_EACH)
     check_levels(options)
+    _check_chunks(options)
     _check_domains(config, options)
     if HOPS in options.ways:
         check_padding(config, f"{PREFIX}way {HOPS}")
@@ -250,6 +260,24 @@ def check_levels(options: Any) -> None:
         )
 
 
+def _check_chunks(options: Any) -> None:
+    """Refuses chunks of partitions that do not go by rows, or whose rows lie where another chunk's were."""
+    flag = f"{PREFIX}chunks {options.chunks}"
+    if options.partition_chunks == (1,):
+        return
+    if ROWS not in options.ways or (options.ways != (ROWS,) and options.chunks != AUTO):
+        raise ConfigurationError(
+            f"{flag} cuts rows that go over EP and then over expert-TP, and with {PREFIX}way {options.way} others may: "
+            f"give {PREFIX}way {ROWS}, or drop it"
+        )
+    reuse = options.memory_strategies
+    if NONE not in reuse or (reuse != (NONE,) and options.chunks != AUTO):
+        raise ConfigurationError(
+            f"{flag} has chunks of a partition on their way at once, and with {PREFIX}memory-reuse "
+            f"{options.memory_reuse} they would wait for each other's buffers: drop one of the two"
+        )
+
+
 def _offloads_middle(options: Any) -> bool:
     """Whether what an expert's first matrix product makes may be offloaded, and what follows be computed again."""
     return any(STRATEGIES[one].middle is Restore.OFFLOAD for one in options.memory_strategies)
@@ -292,27 +320,31 @@ def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any
     if setting == AUTO:
         return {"partitions": AUTO, **chosen_by_profile(variant, profile)}
     sizes = r"(?::([1-9][0-9]*(?:x[1-9][0-9]*)*))?"
-    way = rf"(?::({JOINT}|{SHARED_ROWS})|:({HOPS}){sizes})?"
+    way = rf"(?::({JOINT}|{SHARED_ROWS})|:({HOPS}){sizes}|:c([1-9][0-9]*))?"
     parts = re.fullmatch(rf"([1-9][0-9]*)(?::({'|'.join(STRATEGIES)}))?{way}", setting)
     if parts is None:
         raise ConfigurationError(
             f"--dispatchers {variant}: write a number of partitions, where they share memory how ("
-            f"{', '.join(STRATEGIES)}), and {JOINT} where rows go to all shards of an expert at once, {SHARED_ROWS} "
-            f"where TP ranks share them out, or {HOPS} where a token crosses links once, with the sizes of domains in "
-            f"which experts travel, such as mpmoe:4, mpmoe:4:S3, mpmoe:4:{JOINT}, mpmoe:4:S3:{HOPS} or "
-            f"mpmoe:4:{HOPS}:2x1; or mpmoe:auto"
+            f"{', '.join(STRATEGIES)}), and chunks of each, {JOINT} where rows go to all shards of an expert at once, "
+            f"{SHARED_ROWS} where TP ranks share them out, or {HOPS} where a token crosses links once, with the sizes "
+            f"of domains in which experts travel, such as mpmoe:4, mpmoe:4:c2, mpmoe:4:S3, mpmoe:4:{JOINT}, "
+            f"mpmoe:4:S3:{HOPS} or mpmoe:4:{HOPS}:2x1; or mpmoe:auto"
         )
-    sizes = {} if parts[5] is None else {"domain_sizes": tuple(map(int, parts[5].split("x")))}
-    return {"partitions": int(parts[1]), "memory_reuse": parts[2], "way": parts[3] or parts[4], **sizes}
+    given: dict[str, Any] = {"partitions": int(parts[1]), "memory_reuse": parts[2], "way": parts[3] or parts[4]}
+    if parts[5] is not None:
+        given["domain_sizes"] = tuple(map(int, parts[5].split("x")))
+    return given if parts[6] is None else given | {"chunks": int(parts[6])}
 
 
 def _write(options: MpmoeOptions, levels: int) -> str:
     sizes = options.domain_sizes if options.way == HOPS else None
-    return _setting(options.partitions or DEFAULT_PARTITIONS, options.memory_reuse or NONE, options.way or ROWS, sizes)
+    count, strategy, way = options.partitions or DEFAULT_PARTITIONS, options.memory_reuse or NONE, options.way or ROWS
+    return _setting(count, strategy, way, sizes, options.partition_chunks[0])
 
 
-def _setting(count: int, strategy: str, way: str, sizes: tuple[int, ...] | None = None) -> str:
+def _setting(count: int, strategy: str, way: str, sizes: tuple[int, ...] | None, chunks: int) -> str:
     words = [str(count), *([strategy] if strategy != NONE else []), *([way] if way != ROWS else [])]
+    words += [f"c{chunks}"] if chunks > 1 else []
     return ":".join([*words, *([domain_word(sizes)] if max(sizes or (1,)) > 1 else [])])
 
 
@@ -334,7 +366,7 @@ def candidate(layer: LayerOnCluster, count: int, strategy: str) -> Prediction:
 
 
 def _predicted(layer: LayerOnCluster, cut: PartitionedLayer) -> Prediction:
-    setting = _setting(len(cut.parts), cut.strategy, cut.way, cut.domains and cut.domains.sizes)
+    setting = _setting(len(cut.parts), cut.strategy, cut.way, cut.domains and cut.domains.sizes, cut.stages.chunks)
     return cut.prediction(layer, f"{NAME}:{setting}")
 
 
@@ -349,9 +381,10 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
             yield Refusal(f"{NAME}:{way}", refusal)
             continue
         cuts = [
-            PartitionedLayer.of(layer, count, way, strategy, domains)
+            PartitionedLayer.of(layer, count, way, strategy, domains, chunks)
             for domains in (_domains_to_try(layer, options) if way == HOPS else (None,))
             for strategy in (strategies if domains is None else strategies[:1])
+            for chunks in _chunks_to_try(layer, options, way, strategy)
             for count in options.partition_counts
             if count > 1 or strategy == strategies[0]
         ]
@@ -369,6 +402,15 @@ def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[Ex
         return [domains_of(options, one.workers) if max(sizes or (1,)) > 1 else None]
     found = [domains for domains in realisable(one.workers) if one.etp == 1 and prod(domains.sizes) > 1]
     return [None, *(domains for domains in found if has_curves(layer.domain_curves, domains))]
+
+
+def _chunks_to_try(layer: LayerOnCluster, options: MpmoeOptions, way: str, strategy: str) -> Sequence[int]:
+    """Returns the chunks of a partition to choose from: several where it goes by rows, over two links, and shares no
+    memory.
+    """
+    one, counts = layer.workload, options.partition_chunks
+    gains = way == ROWS and strategy == NONE and one.ep > 1 and one.etp > 1
+    return counts if gains or len(counts) == 1 else counts[:1]
 
 
 _CANNOT: Mapping[str, Callable[[LayerOnCluster], str | None]] = {
@@ -395,7 +437,7 @@ def _why_fixed(options: Any, run: RunTraits) -> str | None:
 MPMOE = System(
     name=NAME,
     options=MpmoeOptions,
-    reads=("profile", "expert_order", "wire", *sorted(EXPERT_MIGRATION.own_options)),
+    reads=("profile", "chunks", "expert_order", "wire", *sorted(EXPERT_MIGRATION.own_options)),
     unread_profile=_unread_profile,
     build=_build,
     attach=_attach,

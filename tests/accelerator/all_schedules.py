@@ -42,6 +42,7 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
             ways[of] = mpmoe.by_rows(*sizes), partitions
         shared = [replace(size, of_tp=(1, 1)) for size in partitions]
         ways[f"{of_groups(2, 2)}, gathered over TP"] = mpmoe.by_rows(2, 2, 2), shared
+        ways[f"{of_groups(2, 2)}, in 2 chunks"] = mpmoe.by_rows(2, 2, chunks=2), partitions
         ways["joint, expert-TP 2"] = mpmoe.jointly(2), partitions
         for levels, etp_size in HOPS:
             of = f"hops over {levels} level(s), expert-TP {etp_size}"
@@ -54,7 +55,7 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
                 outline = hops.outline(direction, HopStages(levels, tuple(range(levels)), etp_size=etp_size), count)
                 yield f"{direction}, {count} chunk(s), {of}", outline.sized(samples)
         for of, (way, parts) in ways.items():
-            for strategy in mpmoe.STRATEGIES:
+            for strategy in mpmoe.STRATEGIES if way.chunks == 1 else (mpmoe.NONE,):
                 for build in (mpmoe.forward, mpmoe.backward):
                     schedule = build(strategy, parts, RowBytes(2, 1, 3), way)
                     yield f"mpmoe {strategy} {build.__name__}, {count} partition(s), {of}", schedule

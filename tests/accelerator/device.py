@@ -44,7 +44,9 @@ _MEGATRONS_STREAMS = [
 ]  # fmt: skip
 """The streams of Megatron's that are made once a process."""
 _tolist = torch.Tensor.tolist  # of the host, whatever is patched later
-HOST_ONLY = {"plan_exchange", "plan_hops", "place_samples", "solve_placement", "build_info", "select_cpu_kernels"}
+HOST_ONLY = {
+    "plan_exchange", "share_out", "plan_hops", "place_samples", "solve_placement", "build_info", "select_cpu_kernels",
+}  # fmt: skip
 WRITES_LAST = {"sr_decode", "convert_rows", "sum_rows"}  # the argument that is, or may be, where the result goes
 
 

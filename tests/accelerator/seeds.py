@@ -47,12 +47,12 @@ def several_passes(
     strategy: str,
     levels: tuple[int, ...] | None = None,
     sizes: tuple[int, ...] | None = None,
-    way: str | None = None,
+    **by: Any,
 ) -> list[float]:
-    """Returns the errors of mpmoe with two passes under way; `levels`, `sizes` and `way` as worst_errors takes them."""
+    """Returns the errors of mpmoe with two passes under way; all but the first two as worst_errors takes them."""
     variants = [(count, strategy)]
     layout = BOTH if levels is None else EP4
-    arguments = {"routing": None, "variants": variants, "steps": 2, "levels": levels, "sizes": sizes, "way": way}
+    arguments = {"routing": None, "variants": variants, "steps": 2, "levels": levels, "sizes": sizes} | by
     worst = test_mpmoe.worst_errors(layout, settings={}, **arguments)
     return [error for error, _ in worst.values()]
 
@@ -74,10 +74,14 @@ LAYERS: dict[str, Callable[[], Iterable[float]]] = {
         for count, strategy in test_mpmoe.SOME
     },
     "mpmoe none x 3, joint": lambda: several_passes(3, "none", way="joint"),
+    "mpmoe none x 3, in 2 chunks": lambda: several_passes(3, "none", chunks=2),
     "mpmoe S2 x 4, hops": lambda: several_passes(4, "S2", (2, 2)),
     "mpmoe S1 x 3, hops, experts travel": lambda: several_passes(3, "S1", (2, 2), (2, 1)),
     "mpmoe x 3, hops from shared tokens": lambda: compare_replicated(
         "mpmoe", BOTH, {}, None, Options(way="hops", network_levels=(2,), partitions=3)
+    ).values(),
+    "mpmoe S4 x 3, shared rows": lambda: compare_replicated(
+        "mpmoe", BOTH, {}, None, Options(way="shared-rows", memory_reuse="S4", partitions=3)
     ).values(),
     "expert-migration": lambda: errors_of("expert-migration", EP4, TRAVELLING),
     "hops in 3 chunks": lambda: errors_of("expert-migration", EP4, Options(network_levels=(2, 2), chunks=3)),

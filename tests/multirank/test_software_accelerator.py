@@ -167,6 +167,9 @@ CASES: dict[str, tuple[Any, ...]] = {
         "mpmoe", TP, SHARED | {"moe_shared_expert_overlap": True, "moe_shared_expert_gate": True},
         Options(partitions=3, memory_reuse="S1")
     ),
+    "mpmoe in chunks": ("mpmoe", TP, {}, Options(partitions=3, chunks=2)),
+    "mpmoe shared rows S2": ("mpmoe", TP, REPLICATED, Options(partitions=3, memory_reuse="S2", way="shared-rows")),
+    "mpmoe shared rows, TP beyond": ("mpmoe", TP_BEYOND, REPLICATED, Options(partitions=3, way="shared-rows")),
     "mpmoe joint S2": ("mpmoe", TP, {}, Options(partitions=3, memory_reuse="S2", way="joint")),
     "mpmoe S4, padded": ("mpmoe", {"ep": 4}, PAD, Options(partitions=2, memory_reuse="S4")),
     "mpmoe hops S1, dropping": ("mpmoe", {"ep": 4}, DROP, Options(partitions=3, memory_reuse="S1", **IN_HOPS)),

@@ -104,6 +104,11 @@ class BesideStock:
         """What a layer makes of the tokens: see `run_layer`."""
         return run_layer(layer, self._hidden, self._steps, self._together)
 
+    def evaluated(self, layer: Any) -> torch.Tensor:
+        """What a layer makes of the tokens without a graph, in evaluation."""
+        with torch.no_grad():
+            return layer(self._hidden)[0]
+
     @cached_property
     def expected(self) -> dict[str, torch.Tensor]:
         """What stock makes of them."""

@@ -74,9 +74,17 @@ class PartitionedLayer:
 
     @classmethod
     def of(
-        cls, layer: LayerOnCluster, count: int, way: str, strategy: str = NONE, domains: ExpertDomains | None = None
+        cls,
+        layer: LayerOnCluster,
+        count: int,
+        way: str,
+        strategy: str = NONE,
+        domains: ExpertDomains | None = None,
+        chunks: int = 1,
     ) -> PartitionedLayer:
-        """Cuts a layer's rows into partitions. Raises ConfigurationError as `costs_of` does."""
+        """Cuts a layer's rows into partitions, and each of these into chunks, by rows. Raises ConfigurationError as
+        `costs_of` does.
+        """
         one, holds = layer.workload, 1 if domains is None else prod(domains.sizes)
         costs = costs_of(layer, way, domains)
         if way == HOPS:
@@ -90,7 +98,7 @@ class PartitionedLayer:
         sharers = one.sharers if way == SHARED_ROWS else 1
         computed, exchanged = (partitions(one, rows, count, sharers) for rows in (layer.computed, layer.exchanged))
         parts = [replace(part, gathered=other.gathered) for part, other in zip(exchanged, computed, strict=True)]
-        stages = jointly(one.etp) if way == JOINT else by_rows(one.ep, one.etp, sharers)
+        stages = jointly(one.etp) if way == JOINT else by_rows(one.ep, one.etp, sharers, chunks)
         packed = sum(part.packed for part in parts) if sharers > 1 else None
         return cls(way, strategy, domains, costs, parts, row_bytes(one), stages, packed)
 
@@ -101,7 +109,8 @@ class PartitionedLayer:
         one it goes back. And no op is faster beside others than alone: where two lanes slow each other down, the longer
         one also loses what the other takes from it while both are busy.
         """
-        costs, how = layer.converting(self.costs), STRATEGIES[self.strategy]
+        costs, how, chunks = layer.converting(self.costs), STRATEGIES[self.strategy], self.stages.chunks
+        whole = sum if chunks == 1 else max  # of lanes that a partition keeps busy: its chunks are in several at once
         again = {
             Restore.RECOMPUTE: (Kind.COMPUTE, Lane.COMPUTE, self.row.token),
             Restore.OFFLOAD: (Kind.ACTIVATE, Lane.COMPUTE, self.row.activations),
@@ -122,8 +131,8 @@ class PartitionedLayer:
             for rows in (part.bytes(size) for part, _ in runs):
                 busy: dict[Lane, float] = {}
                 for one in stages:
-                    seconds = costs(Op(one.kind, one.lane, size=one.size(rows), group=one.group))
-                    busy[one.lane] = busy.get(one.lane, 0.0) + seconds
+                    seconds = costs(Op(one.kind, one.lane, size=-(-one.size(rows) // chunks), group=one.group))
+                    busy[one.lane] = busy.get(one.lane, 0.0) + seconds * chunks
                 found.append(busy)
             return found
 
@@ -137,7 +146,7 @@ class PartitionedLayer:
                 computed += of_all(*again) - of_experts(*again, self.parts[0])
             there = on_the_way(self.stages.out(), self.row.of(out))
             home = on_the_way(self.stages.back(), self.row.of(back))
-            edges = sum(there[0].values()) + sum(home[-1].values())
+            edges = sum(whole(of_end.values()) for of_end in (there[0], home[-1]))
             offloaded = (size for restore, size in saved if restore is Restore.OFFLOAD)
             bounds = [computed + edges, sum(of_all(*host, size) for size in offloaded)]
             total: dict[Lane, float] = {}
@@ -166,7 +175,13 @@ class PartitionedLayer:
             alone.append(Op(Kind.COPY, Lane.COMPUTE, size=layer.bytes_of_copies(self.holds)))
             links = LinkBytes(layer.cluster, self.domains)
         predicted = layer.prediction(
-            variant, schedules, alone, costs=self.costs, parts=len(self.parts), local_rows=self.own, links=links
+            variant,
+            schedules,
+            alone,
+            costs=self.costs,
+            parts=len(self.parts) * self.stages.chunks,
+            local_rows=self.own,
+            links=links,
         )
         more, own = self.held_more(layer), activation_bytes(one, one.rows, len(self.parts), self.strategy, self.own)
         return replace(predicted, activation_bytes=own + more.of_others, held_more=more)

@@ -123,21 +123,35 @@ def plan_exchange(
     Returns:
         The plan of this rank. Expert-parallel rank e holds experts [e * n, (e + 1) * n), n = experts / ep_size.
     """
-    chunks, tokens_per_expert = _C.plan_exchange(counts, ep_rank, etp_rank, num_chunks, True, torch.device(device))
-    # With one chunk and one expert there is nothing to sort.
-    return ExchangePlan(tuple(map(_chunk_plan, chunks)), tokens_per_expert, num_chunks == 1 == len(tokens_per_expert))
+    (plan,) = plan_partitions(counts, ep_rank, etp_rank, 1, device, num_chunks)
+    return plan
 
 
 def plan_partitions(
-    counts: torch.Tensor, ep_rank: int, etp_rank: int, num_partitions: int, device: torch.device | str = "cpu"
+    counts: torch.Tensor,
+    ep_rank: int,
+    etp_rank: int,
+    num_partitions: int,
+    device: torch.device | str = "cpu",
+    num_chunks: int = 1,
 ) -> tuple[ExchangePlan, ...]:
     """Plans what `plan_exchange` plans, but for each part of the rows by itself: they arrive,
     and go back, separately.
+
+    Args:
+        num_chunks: of each partition. Rows must lie as `RowMap.cut(num_partitions * num_chunks)` has them.
     """
-    parts, of_parts = _C.plan_exchange(counts, ep_rank, etp_rank, num_partitions, False, torch.device(device))
+    of_all = num_partitions * num_chunks
+    chunks, of_parts = _C.plan_exchange(counts, ep_rank, etp_rank, of_all, num_partitions, torch.device(device))
+    chunks = tuple(map(_chunk_plan, chunks))
+    # With one chunk and one expert there is nothing to sort.
     return tuple(
-        ExchangePlan((_chunk_plan(part),), tokens_per_expert, len(tokens_per_expert) == 1)
-        for part, tokens_per_expert in zip(parts, of_parts, strict=True)
+        ExchangePlan(
+            chunks[j * num_chunks : (j + 1) * num_chunks],
+            tokens_per_expert,
+            num_chunks == 1 == len(tokens_per_expert),
+        )
+        for j, tokens_per_expert in enumerate(of_parts)
     )
 
 

@@ -130,6 +130,8 @@ class EpThenExpertTp(_RowForEveryExpert):
     """The group whose ranks have shared out the rows of a partition, and get back all of them; None: they are this
     rank's own.
     """
+    chunks: int = 1
+    """The chunks of a partition that goes through its experts in a pipeline with others."""
 
     lies_in: ClassVar[Mapping[str, str]] = monta.AllToAllAndGather.lies_in
 
@@ -147,7 +149,8 @@ class EpThenExpertTp(_RowForEveryExpert):
     @property
     def stages(self) -> monta.AllToAllAndGather:
         """Returns the stages of one partition in a pipeline with the experts."""
-        return mpmoe.by_rows(self.groups.ep_size, self.groups.etp_size, 1 if self.tp is None else self.tp.size())
+        groups, tp_size = self.groups, 1 if self.tp is None else self.tp.size()
+        return mpmoe.by_rows(groups.ep_size, groups.etp_size, tp_size, self.chunks)
 
     def num_rows(self, buffer: str, plan: ExchangePlan, chunk: int) -> int:
         """Returns the rows that a buffer of this way has to hold; of `parts`, for one chunk."""

@@ -8,6 +8,7 @@ that whatever waits for a gradient (DDP, the distributed optimizer) gets it once
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -62,7 +63,7 @@ def through_experts(
 
     Args:
         packed: stands for the rows on the wire: of one partition after those of another, with their probabilities.
-        exchanges: one a partition, in one chunk each, all on ways of the same kind.
+        exchanges: one a partition, all on ways of the same kind.
         strategy: of memory reuse, a key of schedules.mpmoe.STRATEGIES.
         prob_dtype: dtype of the probabilities.
         shared: the shared experts that run beside, and their tokens. Not where saved tensors are hooked.
@@ -280,22 +281,23 @@ class _Pass:
             probs: where the probabilities of rows that are sorted by expert go, if anywhere.
             computed: returns what is sorted by source, which is computed by then.
         """
-        j, exchange, written = op.chunk, self.exchanges[op.chunk], buffers.rows(op.writes[0], op.chunk)
+        j, exchange, written = op.chunk, self.exchanges[op.chunk], buffers.rows(op.writes[0], op.chunk, op.part)
         move, buffer = place_of(op.writes[0])
         way, plan, layout = exchange.way, exchange.plan, self.layouts[move]
         if base_name(op.reads[0]) == move.source and not move.is_out:
 
             def unsort() -> None:
                 tokens, of_probs = computed()
-                steps.run_now(way.unsort(AtExperts(written, tokens, of_probs, None, plan, 0, layout)))
+                steps.run_now(way.unsort(AtExperts(written, tokens, of_probs, None, plan, op.part, layout)))
 
             return steps.call(unsort)
-        reads = [buffers.rows(name, j) for name in op.reads]
+        reads = [buffers.rows(name, j, op.part) for name in op.reads]
+        of_plan = replace(op, chunk=op.part)  # a partition is a plan of its own, of one chunk or several
         if not move.is_out:
-            return way.step_back(op, reads, written, plan, layout)
+            return way.step_back(of_plan, reads, written, plan, layout)
         if buffer == "sorted":
-            return way.sort(AtExperts(reads[0], written, probs, None, plan, 0, layout))
-        return way.step_out(op, reads[0], written, plan)
+            return way.sort(AtExperts(reads[0], written, probs, None, plan, op.part, layout))
+        return way.step_out(of_plan, reads[0], written, plan)
 
     def _free_sent(self, computed: dict[int, _Computed], j: int) -> None:
         """Frees what was computed of the partition before this one, where partition j is to be in its place.

@@ -33,27 +33,31 @@ class PartitionBuffers:
         """
         self._exchanges, self._layouts, self._given, self._users = exchanges, layouts, given, users
         self._like = next(iter(given.values()))
-        self._counts: dict[str, list[int]] = {}
-        """The rows of each partition in a buffer, by the buffer's name."""
+        self._counts: dict[str, list[list[int]]] = {}
+        """The rows in a buffer, by its name, partition and the number of a chunk: of `parts`, those of the chunk."""
         self._made: dict[str, torch.Tensor] = {}
-        self._rows: dict[tuple[str, int], torch.Tensor] = {}
+        self._rows: dict[tuple[str, int, int], torch.Tensor] = {}
 
-    def rows(self, name: str, j: int) -> torch.Tensor:
-        """Returns partition j's rows in a buffer."""
+    def rows(self, name: str, j: int, chunk: int = 0) -> torch.Tensor:
+        """Returns partition j's rows in a buffer, for the op that moves this chunk of them."""
         if name in self._given:
             return self._given[name]
-        if (name, j) not in self._rows:
-            self._rows[name, j] = self._part(name, j)
-        return self._rows[name, j]
+        if (name, j, chunk) not in self._rows:
+            self._rows[name, j, chunk] = self._part(name, j, chunk)
+        return self._rows[name, j, chunk]
 
-    def _part(self, name: str, j: int) -> torch.Tensor:
-        base = base_name(name)
+    def _part(self, name: str, j: int, chunk: int) -> torch.Tensor:
+        base, whole = base_name(name), name.partition("/")[0]
         move, of_way = place_of(base)
         if base not in self._counts:
-            self._counts[base] = [one.way.num_rows(of_way, one.plan, 0) for one in self._exchanges]
+            self._counts[base] = [
+                [one.way.num_rows(of_way, one.plan, number) for number in range(one.way.stages.chunks)]
+                for one in self._exchanges
+            ]
         counts = self._counts[base]
-        if name not in self._made:
+        if whole not in self._made:
             layout = self._layouts[move]
             layout = layout.at_experts if of_way == "sorted" else layout
-            self._made[name] = layout.blank_rows(max(map(counts.__getitem__, self._users[name])), self._like)
-        return self._made[name].narrow(0, 0, counts[j])
+            most = max(max(counts[user]) for user in self._users[name])
+            self._made[whole] = layout.blank_rows(most, self._like)
+        return self._made[whole].narrow(0, 0, counts[j][chunk])

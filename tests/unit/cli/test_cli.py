@@ -113,9 +113,10 @@ def _run(monkeypatch, *arguments, world=1, commands=app):
             "--dispatchers mpmoe:4:S5",
             1,
             "--dispatchers mpmoe:4:S5: write a number of partitions, where they share memory how (none, S1, S2, S3, "
-            "S4), and joint where rows go to all shards of an expert at once, shared-rows where TP ranks share them "
-            "out, or hops where a token crosses links once, with the sizes of domains in which experts travel, such as "
-            "mpmoe:4, mpmoe:4:S3, mpmoe:4:joint, mpmoe:4:S3:hops or mpmoe:4:hops:2x1; or mpmoe:auto",
+            "S4), and chunks of each, joint where rows go to all shards of an expert at once, shared-rows where TP "
+            "ranks share them out, or hops where a token crosses links once, with the sizes of domains in which "
+            "experts travel, such as mpmoe:4, mpmoe:4:c2, mpmoe:4:S3, mpmoe:4:joint, mpmoe:4:S3:hops or "
+            "mpmoe:4:hops:2x1; or mpmoe:auto",
         ),
         (
             "--dispatchers mpmoe:4 --dispatch-only",

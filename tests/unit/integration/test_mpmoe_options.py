@@ -46,6 +46,7 @@ def test_fixed_ones_are_the_same_for_every_pass():
         ("mpmoe:4:S1:hops", "mpmoe:hops"),
         ("mpmoe:4:joint", "mpmoe:joint"),
         ("mpmoe:4:S2:joint", "mpmoe:joint"),
+        ("mpmoe:4:c2", "mpmoe"),
         ("mpmoe:4:shared-rows", "mpmoe:shared-rows"),
         ("mpmoe:4:S2:shared-rows", "mpmoe:shared-rows"),
         ("mpmoe:4:hops:2x1", "mpmoe:hops:Sx1"),
@@ -58,6 +59,7 @@ def test_variants_are_read_as_they_are_written(variant, kind):
     assert kind_of(variant) == kind
     assert ("once over every link" in str(Partitions.of(options))) == ("hops" in variant)
     assert ("in one all-to-all" in str(Partitions.of(options))) == ("joint" in variant)
+    assert ("in 2 chunks each" in str(Partitions.of(options))) == ("c2" in variant)
     assert ("shared out over TP" in str(Partitions.of(options))) == ("shared-rows" in variant)
 
 

@@ -144,6 +144,24 @@ def test_rows_to_all_shards_at_once_need_experts_that_are_cut():
 
 
 @pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"way": "hops"}, "--moe-opt-chunks 2 cuts rows that go over EP and then over expert-TP, and with "
+         "--moe-opt-way hops others may: give --moe-opt-way rows, or drop it"),
+        ({"way": "auto", "profile": Path("c.json")}, "with --moe-opt-way auto others may"),
+        ({"memory_reuse": "S3"}, "and with --moe-opt-memory-reuse S3 they would wait for each other's buffers"),
+        ({"memory_reuse": "auto", "profile": Path("c.json")}, "with --moe-opt-memory-reuse auto they would wait"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_chunks_of_partitions_go_by_rows_and_share_no_memory(options, sentence):
+    check_config(config("mpmoe"), "mpmoe", Options(chunks=2))
+    check_config(config("mpmoe"), "mpmoe", Options(chunks=1, **options))
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        check_config(config("mpmoe"), "mpmoe", Options(chunks=2, **options))
+
+
+@pytest.mark.parametrize(
     ("settings", "sentence"),
     [
         ({}, "with --sequence-parallel or --tensor-model-parallel-size 1 ranks have tokens of their own: give --moe"),

@@ -345,7 +345,7 @@ def test_a_model_that_is_given_to_such_a_wrapper_is_refused_without_megatron_lms
         (
             {"chunks": 8},
             "parm",
-            "chunks 8 is for --moe-token-dispatcher-type monta, netmoe, expert-migration, not parm: drop one of the",
+            "chunks 8 is for --moe-token-dispatcher-type monta, netmoe, mpmoe, expert-migration, not parm: drop one of",
         ),
         (
             {"partitions": (2, 4), "profile": "c.json"},

@@ -241,7 +241,9 @@ def _place(draw: Draw) -> list[Any]:
 def _plan(draw: Draw) -> list[Any]:
     ep, etp = draw.randint(1, 4), draw.randint(1, 3)
     counts = draw.below(50, ep, etp, ep * draw.randint(0, 3))
-    return [counts, draw.randrange(ep), draw.randrange(etp), draw.randint(1, 5), draw.chance(0.5), torch.device("cpu")]
+    targets = draw.randint(1, 3)
+    chunks = targets * draw.randint(1, 3) + draw.chance(0.1)
+    return [counts, draw.randrange(ep), draw.randrange(etp), chunks, targets, torch.device("cpu")]
 
 
 def _shares(draw: Draw) -> list[Any]:

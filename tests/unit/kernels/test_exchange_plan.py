@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -107,11 +108,23 @@ def block(rows, sizes, index):
     return rows[first : first + sizes[index]]
 
 
-@given(seed=st.integers(0, 2**31), number=st.integers(1, 5))
-def test_a_partition_is_planned_as_an_exchange_of_its_part(seed, number):
+@given(seed=st.integers(0, 2**31), number=st.integers(1, 5), chunks=st.integers(1, 3))
+def test_a_partition_is_planned_as_an_exchange_of_its_part(seed, number, chunks):
+    """Whose chunks are as large as those of all rows, cut so often."""
     counts = torch.randint(0, 9, (3, 2, 6), generator=torch.Generator().manual_seed(seed))
-    for part, plan in zip(cut_counts(counts, number), plan_partitions(counts, 2, 1, number), strict=True):
-        alone = plan_exchange(part, 2, 1)
+    plans = plan_partitions(counts, 2, 1, number, num_chunks=chunks)
+    assert len(plans) == number
+    for parts, plan in zip(cut_counts(counts, number * chunks).split(chunks), plans, strict=True):
+        assert [sum(chunk.send_counts) for chunk in plan.chunks] == [int(part[2, 1].sum()) for part in parts]
+        assert plan.tokens_per_expert.tolist() == parts[..., 4:].sum((0, 1, 2)).tolist()
+        moved = moves(plan)
+        assert sorted(moved) == list(range(plan.num_gathered)) == sorted(moved.values())
+        if chunks > 1:
+            assert [chunk.first_gathered for chunk in plan.chunks] == [
+                sum(before.num_gathered for before in plan.chunks[:c]) for c in range(chunks)
+            ]
+            continue
+        alone = plan_exchange(parts[0], 2, 1)
         assert [facts(chunk) for chunk in plan.chunks] == [facts(chunk) for chunk in alone.chunks]
         assert plan.tokens_per_expert.tolist() == alone.tokens_per_expert.tolist()
 
@@ -147,7 +160,8 @@ def test_joint_groups_inside_a_tp_group_take_as_many_phases():
 
 def facts(chunk):
     lists = [list_.tolist() for list_ in chunk.by_expert.tensors[:3]]
-    return {**vars(chunk), "by_expert": (lists, chunk.by_expert.num_rows)}
+    told = {one.name: getattr(chunk, one.name) for one in fields(chunk)}
+    return told | {"by_expert": (lists, chunk.by_expert.num_rows)}
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,9 @@ def chosen(rows, cluster=CLUSTER, budget=None):
 def test_the_choice_is_the_fastest_that_fits(rows, budget):
     asked, layer = [(MPMOE, MPMOE.open_options)], with_rows(LAYER, rows)
     among = choose(asked, layer, CLUSTER).among
-    several = [f"mpmoe:{n}" + (f":{s}" if s != "none" else "") for s in STRATEGIES for n in PARTITIONS if n > 1]
-    assert [one.variant for one in among] == ["mpmoe:1", *several]
+    alone = [f"mpmoe:{n}{chunks}" for chunks in ("", ":c2", ":c4") for n in PARTITIONS]
+    sharing = [f"mpmoe:{n}:{strategy}" for strategy in STRATEGIES if strategy != "none" for n in PARTITIONS if n > 1]
+    assert [one.variant for one in among] == alone + sharing
     fitting = [one for one in among if budget is None or one.activation_bytes <= budget]
     if not fitting:
         with pytest.raises(ConfigurationError, match=f"--moe-opt-activation-budget {budget} is too little"):

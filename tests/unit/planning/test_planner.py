@@ -107,6 +107,18 @@ def test_rows_to_all_shards_at_once_in_partitions():
         assert reason in refused["mpmoe:joint"]
 
 
+def test_chunks_of_partitions_that_go_over_two_links():
+    predicted = by_variant(candidates(LAYER, cluster())[0])
+    for variant in ("mpmoe:2", "mpmoe:4"):
+        whole, chunked = predicted[variant], predicted[f"{variant}:c2"]
+        assert chunked.inter_bytes == pytest.approx(whole.inter_bytes, rel=1e-3)
+        assert chunked.parts == 2 * whole.parts
+    assert predicted["mpmoe:1:c2"].seconds < predicted["mpmoe:1"].seconds  # both links are busy at once
+    assert not any(":c" in one for one in predicted if any(word in one for word in ("S1", "hops", "joint")))
+    one_link = by_variant(candidates(dataclasses.replace(LAYER, ep=8, etp=1), cluster())[0])
+    assert not any(one.startswith("mpmoe") and ":c" in one for one in one_link)
+
+
 def test_rows_that_tp_ranks_share_out_are_gathered_in_the_place_of_tokens():
     layer = dataclasses.replace(LAYER, tp=4)
     predicted = by_variant(candidates(layer, cluster())[0])

@@ -54,7 +54,7 @@ def layer_passes(rank: int, count: int) -> list[list[Schedule]]:
         *(
             [build(strategy, parts, row, way) for build in (mpmoe.forward, mpmoe.backward)]
             for parts, way in (
-                *((partitions, mpmoe.by_rows(2, 2, tp)) for tp in (1, 2)),
+                *((partitions, mpmoe.by_rows(2, 2, tp, chunks)) for tp, chunks in ((1, 1), (2, 1), (1, 3))),
                 *((tokens, HopStages(2, (0, 1), True, etp, tp)) for etp, tp in ((1, 1), (2, 1), (1, 2), (2, 2))),
             )
             for strategy in mpmoe.STRATEGIES

@@ -33,7 +33,11 @@ directions = st.sampled_from(sorted(DIRECTIONS))
 sizes = st.sampled_from((1, 2, 4))
 rows_on_a_way = st.one_of(
     st.tuples(
-        st.one_of(st.builds(by_rows, sizes, sizes, sizes), st.builds(jointly, sizes)),
+        st.one_of(
+            st.builds(by_rows, sizes, sizes, sizes),
+            st.builds(by_rows, sizes, sizes, st.just(1), sizes),
+            st.builds(jointly, sizes),
+        ),
         st.just(st.builds(PartitionRows, number, number)),
     ),
     *(
