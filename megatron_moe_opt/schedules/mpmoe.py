@@ -175,7 +175,7 @@ class PartitionRows:
     @property
     def packed(self) -> int:
         """Returns the number of rows that are packed here: all that come back."""
-        return self.returned
+        return sum(self.of_tp) if self.of_tp else self.own
 
     @property
     def own_place(self) -> int:

@@ -50,7 +50,7 @@ def test_it_is_refused_where_it_should_be_registered_and_benchmarked(tmp_path: P
             "monta: --moe-opt-turns 2 is for --moe-token-dispatcher-type in-turn, not monta",
             "alltoall: --moe-opt-turns 2 is for --moe-token-dispatcher-type in-turn, not alltoall",
             "auto: --moe-opt-turns 2 is what --moe-token-dispatcher-type auto chooses",
-            "in-turn: --moe-opt-chunks 2 is for --moe-token-dispatcher-type monta, netmoe, expert-migration, not",
+            "in-turn: --moe-opt-chunks 2 is for --moe-token-dispatcher-type monta, netmoe, mpmoe, expert-migration",
         ),
         strict=True,
     ):

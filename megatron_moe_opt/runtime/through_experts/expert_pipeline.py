@@ -119,6 +119,7 @@ class _Pass:
         self.experts, self.strategy, self.prob_dtype, self.shared = experts, strategy, prob_dtype, shared
         self.hands_over = saved_tensors_are_hooked()
         self.exchanges, way = exchanges, exchanges[0].way
+        self._stages = way.stages
         self.layouts = {
             INPUTS: way.outbound(prob_dtype),
             OUTPUTS: way.homebound(None),
@@ -126,6 +127,7 @@ class _Pass:
             INPUT_GRADIENTS: way.homebound(prob_dtype),
         }
         self.partitions = [one.way.rows_of(one.plan) for one in exchanges]
+        self._returned = [rows.returned for rows in self.partitions]
         self.calls: list[ExpertCall] = []
         self.kept: dict[str, torch.Tensor] = {}
         """Buffers of the forward pass that backward reads."""
@@ -144,11 +146,11 @@ class _Pass:
             ExpertCall(self.experts, one.plan.tokens_per_expert, of_partition, *of_all)
             for one, of_partition in zip(self.exchanges, probs, strict=True)
         ]
-        combined = self.layouts[OUTPUTS].at_source.empty_rows(self._num_returned, packed)
+        combined = self.layouts[OUTPUTS].at_source.empty_rows(sum(self._returned), packed)
         rows = self._named("rows", packed)
         moving = self._schedule(mpmoe.forward_outline)
         given = rows | self._returning("combined", combined)
-        buffers = PartitionBuffers(self.exchanges, self.layouts, given, moving.schedule.chunks_of)
+        buffers = PartitionBuffers(self.exchanges, self.layouts, given, moving.schedule)
         outputs: dict[int, _Computed] = {}
 
         def compute(j: int, tokens: torch.Tensor) -> None:
@@ -195,13 +197,13 @@ class _Pass:
         grad_packed, self.rows = self.rows, None
         if grad_packed is not None:
             given |= self._named("rows", grad_packed)
-        shape = self._num_returned, home.width
+        shape = sum(self._returned), home.width
         if grad_packed is None or (grad_packed.dtype, grad_packed.shape) != (home.wire_dtype, shape):
-            grad_packed = home.blank_rows(self._num_returned, grad_combined)
+            grad_packed = home.blank_rows(sum(self._returned), grad_combined)
         # Else nobody wants the rows any more that have been communicated again: their gradients take their place.
         given |= self._returning("grad_rows", grad_packed, "grad_")
         moving = self._schedule(mpmoe.backward_outline)
-        buffers = PartitionBuffers(self.exchanges, self.layouts, given, moving.schedule.chunks_of)
+        buffers = PartitionBuffers(self.exchanges, self.layouts, given, moving.schedule)
         beside = STRATEGIES[self.strategy].middle_buffers
         for call in self.calls[:beside]:
             call.middle.make_room()
@@ -292,7 +294,7 @@ class _Pass:
 
             return steps.call(unsort)
         reads = [buffers.rows(name, j, op.part) for name in op.reads]
-        of_plan = replace(op, chunk=op.part)  # a partition is a plan of its own, of one chunk or several
+        of_plan = op if self._stages.chunks == 1 else replace(op, chunk=op.part)  # a partition has a plan of its own
         if not move.is_out:
             return way.step_back(of_plan, reads, written, plan, layout)
         if buffer == "sorted":
@@ -311,19 +313,13 @@ class _Pass:
     def _named(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns this rank's own rows of each partition, by the buffers' names, among those that are packed here."""
         parts = rows.split([partition.packed for partition in self.partitions])
-        return {
-            f"{name}.{j}": part.narrow(0, one.own_place if one.packed > one.own else 0, one.own)
-            for j, (one, part) in enumerate(zip(self.partitions, parts, strict=True))
-        }
-
-    @property
-    def _num_returned(self) -> int:
-        """The rows that come back to this rank."""
-        return sum(partition.returned for partition in self.partitions)
+        of_partitions = zip(self.partitions, parts, strict=True)
+        own = [part if one.packed == one.own else part.narrow(0, one.own_place, one.own) for one, part in of_partitions]
+        return {f"{name}.{j}": part for j, part in enumerate(own)}
 
     def _returning(self, name: str, rows: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:
         """The rows that come back, and this rank's own among them, by the buffers' names."""
-        named, parts = {}, rows.split([partition.returned for partition in self.partitions])
+        named, parts = {}, rows.split(self._returned)
         for j, (partition, part) in enumerate(zip(self.partitions, parts, strict=True)):
             named[f"{name}.{j}"] = part
             named[f"{prefix}own.{j}"] = part.narrow(0, partition.own_place, partition.own)
@@ -331,7 +327,7 @@ class _Pass:
 
     def _schedule(self, outline: Callable[[str, int, Stages, bool], Outline]) -> MovingSchedule:
         """Returns the schedule of one direction."""
-        shape = self.strategy, len(self.partitions), self.exchanges[0].way.stages, self.shared is not None
+        shape = self.strategy, len(self.partitions), self._stages, self.shared is not None
         return outline(*shape).moving(self._moved)
 
     def _run(self, moving: MovingSchedule, bind: Callable[[Op], Steps], device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
 from megatron_moe_opt.runtime.rows.row_layout import Layout
 from megatron_moe_opt.schedules.mpmoe import Move, place_of
 from megatron_moe_opt.schedules.pipeline import base_name
+from megatron_moe_opt.schedules.schedule import Schedule
 
 
 class PartitionBuffers:
@@ -22,19 +23,22 @@ class PartitionBuffers:
         exchanges: Sequence[Exchange],
         layouts: Mapping[Move, Layout],
         given: Mapping[str, torch.Tensor],
-        users: Mapping[str, Collection[int]],
+        schedule: Schedule,
     ) -> None:
         """
         Args:
             exchanges: of each partition.
             layouts: of rows on their way.
             given: buffers that exist already, each of one partition.
-            users: the partitions that use each buffer.
+            schedule: of the ops that use the buffers.
         """
-        self._exchanges, self._layouts, self._given, self._users = exchanges, layouts, given, users
+        self._exchanges, self._layouts, self._given = exchanges, layouts, given
+        self._users, self._chunks = schedule.chunks_of, range(exchanges[0].way.stages.chunks)
         self._like = next(iter(given.values()))
-        self._counts: dict[str, list[list[int]]] = {}
-        """The rows in a buffer, by its name, partition and the number of a chunk: of `parts`, those of the chunk."""
+        self._counts: dict[str, list[tuple[int, ...]]] = {}
+        """The rows in a buffer of each chunk of each partition, by the buffer's name. Only of `parts` are they those of
+        the chunk alone.
+        """
         self._made: dict[str, torch.Tensor] = {}
         self._rows: dict[tuple[str, int, int], torch.Tensor] = {}
 
@@ -50,14 +54,12 @@ class PartitionBuffers:
         base, whole = base_name(name), name.partition("/")[0]
         move, of_way = place_of(base)
         if base not in self._counts:
-            self._counts[base] = [
-                [one.way.num_rows(of_way, one.plan, number) for number in range(one.way.stages.chunks)]
-                for one in self._exchanges
-            ]
-        counts = self._counts[base]
+            counts = [one.way.num_rows(of_way, one.plan, number) for one in self._exchanges for number in self._chunks]
+            self._counts[base] = list(zip(*[iter(counts)] * len(self._chunks), strict=True))  # as many to a partition
+        of_partitions = self._counts[base]
         if whole not in self._made:
             layout = self._layouts[move]
             layout = layout.at_experts if of_way == "sorted" else layout
-            most = max(max(counts[user]) for user in self._users[name])
+            most = max(map(max, map(of_partitions.__getitem__, self._users[name])))
             self._made[whole] = layout.blank_rows(most, self._like)
-        return self._made[whole].narrow(0, 0, counts[j][chunk])
+        return self._made[whole].narrow(0, 0, of_partitions[j][chunk])
