@@ -114,12 +114,13 @@ def compare_replicated(
     from tests.ranks.megatron import moe_config, parallel
 
     tp = layout["tp"]
-    megatron_moe_opt.register(options)
     with parallel(**layout), phases_of_any_size():
         torch.manual_seed(11 + dist.get_rank() // tp)  # routers are alike on the ranks of a TP group
         stock_config = moe_config(moe_router_pre_softmax=True, **settings)
         our_config = dataclasses.replace(stock_config, moe_token_dispatcher_type=dispatcher, sequence_parallel=False)
-        stock, ours = build_layer(stock_config), build_layer(our_config)
+        stock = build_layer(stock_config)
+        megatron_moe_opt.register(options)
+        ours = build_layer(our_config)
         assert not our_config.sequence_parallel and stock_config.sequence_parallel == (tp > 1)
         ours.load_state_dict(stock.state_dict())
         for layer in (stock, ours):
