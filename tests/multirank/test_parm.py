@@ -121,6 +121,7 @@ def compare_replicated(
         stock = build_layer(stock_config)
         megatron_moe_opt.register(options)
         ours = build_layer(our_config)
+        megatron_moe_opt.register()
         assert not our_config.sequence_parallel and stock_config.sequence_parallel == (tp > 1)
         ours.load_state_dict(stock.state_dict())
         for layer in (stock, ours):
