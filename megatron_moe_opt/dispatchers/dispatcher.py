@@ -147,13 +147,16 @@ def counts_beyond(copies: TokenCopies, of_experts: torch.Tensor) -> HostCopy:
 
 
 def map_shared_rows(
-    routing_map_TE: torch.Tensor, groups: ExpertGroups, copies: TokenCopies, **sizes: int | None
+    routing_map_TE: torch.Tensor, groups: ExpertGroups, copies: TokenCopies | None, **sizes: int | None
 ) -> tuple[RowMap, HostCopy, HostCopy | None]:
-    """Returns what `map_rows` does where the ranks of a TP group have the same rows; and what `counts_beyond` does,
+    """Returns what `map_rows` does where the ranks of a TP group may have the same rows; and what `counts_beyond` does,
     where that group reaches beyond the joint group and padding does not tell.
+
+    Args:
+        copies: None: no other rank has them.
     """
     beyond = None
-    if not copies.inside and sizes.get("capacity") is None:
+    if copies is not None and not copies.inside and sizes.get("capacity") is None:
         # Before the joint group's counts: when the host has waited for those, these are there.
         beyond = counts_beyond(copies, routing_map_TE.sum(0))
     return *map_rows(routing_map_TE, groups, **sizes), beyond

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_rows, map_shared_rows
+from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_shared_rows
 from megatron_moe_opt.dispatchers.hopping_tokens import HoppingTokens
 from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Partitioning, Partitions
 from megatron_moe_opt.row_format import SAME, Wire
@@ -67,13 +67,13 @@ class PartitionedRows:
         counts, ranks, number = self.counts.wait(), (groups.ep_rank, groups.etp_rank), self.partitions.count
         if self.copies is not None:
             plans = plan_shared_partitions(counts, *ranks, self.copies, self.beyond, number, device)
-            way = EpThenExpertTp(groups, "O1", source.payload, self.copies.group)
-        elif self.partitions.way == JOINT:
-            plans = plan_partitions(counts, *ranks, number, device)
-            way = EpWithExpertTp(groups, source.payload)
         else:
             plans = plan_partitions(counts, *ranks, number, device, self.partitions.chunks)
-            way = EpThenExpertTp(groups, "O1", source.payload, chunks=self.partitions.chunks)
+        if self.partitions.way == JOINT:
+            way = EpWithExpertTp(groups, source.payload)
+        else:
+            tp = None if self.copies is None else self.copies.group
+            way = EpThenExpertTp(groups, "O1", source.payload, tp, self.partitions.chunks)
         return tuple(Exchange(way, plan) for plan in plans)
 
 
@@ -186,13 +186,9 @@ class MpmoeDispatcher(Dispatcher):
             rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, shares, is_padded, tp)
             tokens = HoppingTokens.tell(self.hops, rows, routing_map_TE, self.migrated, copies)
             return self.hops.pack(tokens_TH, probs_TE, rows), Partitioned(partitions, probs_TE.dtype, tokens)
-        sizes, beyond = {"capacity": capacity, "num_rows": num_rows}, None
-        parts = partitions.count * partitions.chunks
-        if copies is None:
-            row_map, counts = map_rows(routing_map_TE, groups, **sizes)
-        else:
-            row_map, counts, beyond = map_shared_rows(routing_map_TE, groups, copies, **sizes)
-            parts *= copies.group.size()
+        sizes = {"capacity": capacity, "num_rows": num_rows}
+        row_map, counts, beyond = map_shared_rows(routing_map_TE, groups, copies, **sizes)
+        parts = partitions.count * partitions.chunks * (1 if tp is None else tp.size())
         packed, own = permuted(tokens_TH, probs_TE, row_map.cut(parts), self.wire)
         rows = PartitionedRows(partitions, own, counts, groups, copies, beyond)
         return packed, Partitioned(partitions, probs_TE.dtype, rows)

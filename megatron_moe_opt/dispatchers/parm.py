@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows, map_shared_rows
+from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_shared_rows
 from megatron_moe_opt.dispatchers.parm_schedule import ParmSchedule, ScheduleChoice
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.rows.exchange_plan import Sharing
@@ -62,11 +62,10 @@ class ParmDispatcher(Dispatcher):
         if self.schedule is None:
             self.schedule = self.choice.choose(tokens_TH, None)
         copies = self.copies
+        row_map, counts, beyond = map_shared_rows(routing_map_TE, self.groups, copies, **sizes)
         if copies is None:
-            row_map, counts = map_rows(routing_map_TE, self.groups, **sizes)
             packed, own = permuted(tokens_TH, probs_TE, row_map.cut(self.schedule.chunks), self.wire)
             return packed, Dispatched(own, counts, self.groups, self.schedule.level)
-        row_map, counts, beyond = map_shared_rows(routing_map_TE, self.groups, copies, **sizes)
         packed, own = permuted(tokens_TH, probs_TE, row_map.cut(copies.group.size()), self.wire)
         payload = own.source.payload
         row_bytes = payload.wire.combine.payload_bytes(payload.hidden, payload.dtype)

@@ -22,7 +22,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar
 
-from megatron_moe_opt.schedules.monta import EXPERT_TP, GATHERED, RETURNED, gathered_over_tp
+from megatron_moe_opt.schedules.monta import EXPERT_TP, GATHERED, gathered_over_tp
 from megatron_moe_opt.schedules.pipeline import Stage, chunk_by_chunk
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure, Outline
 
@@ -137,7 +137,7 @@ class HopStages:
             stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level), copied, f"summed_{level}"))
         if self.tp_size == 1:
             return [*stages[:-1], replace(stages[-1], writes="rows")]
-        return gathered_over_tp(stages, RETURNED)
+        return gathered_over_tp(stages)
 
     @property
     def _end(self) -> Lane:

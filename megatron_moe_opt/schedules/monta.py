@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from megatron_moe_opt.schedules.pipeline import ChunkBytes, Stage, chunk_by_chunk
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure, Outline
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline
 
 LEVELS = ("O1", "O2", "O3")
 CHUNK_COUNTS = (1, 2, 4, 8, 16)
@@ -73,18 +73,15 @@ class AllToAllAndGather:
             stages.append(Stage(Kind.SUM, Lane.INTRA, GATHERED, "summed", also_reads=("unsorted",)))
         if self.ep_size > 1:
             stages.append(Stage(Kind.ALL_TO_ALL, Lane.INTER, EXCHANGED, "rows", EP))
-        return stages if self.tp_size == 1 else gathered_over_tp(stages, RETURNED)
+        return stages if self.tp_size == 1 else gathered_over_tp(stages)
 
 
-def gathered_over_tp(stages: Sequence[Stage], size: Measure) -> list[Stage]:
+def gathered_over_tp(stages: Sequence[Stage]) -> list[Stage]:
     """Returns stages back to the sources behind which the ranks of a TP group gather each other's rows: what the last
     stage wrote is this rank's `own` then.
-
-    Args:
-        size: of all that a rank gets back.
     """
     *before, last = stages
-    return [*before, replace(last, writes="own"), Stage(Kind.ALL_GATHER, Lane.INTRA, size, "rows", TP)]
+    return [*before, replace(last, writes="own"), Stage(Kind.ALL_GATHER, Lane.INTRA, RETURNED, "rows", TP)]
 
 
 @cache

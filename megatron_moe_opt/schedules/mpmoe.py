@@ -172,10 +172,7 @@ class PartitionRows:
         """Returns the number of rows that come back to this rank."""
         return sum(self.of_tp) if self.of_tp else self.own
 
-    @property
-    def packed(self) -> int:
-        """Returns the number of rows that are packed here: all that come back."""
-        return sum(self.of_tp) if self.of_tp else self.own
+    packed = returned  # each rank packs the rows of the whole TP group
 
     @property
     def own_place(self) -> int:

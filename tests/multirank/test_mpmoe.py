@@ -238,18 +238,22 @@ def test_tokens_that_all_tp_ranks_hold_go_to_all_shards_at_once(ranks):
 
 
 WHOLE, BOTH = ({"tp": 2, "ep": 2, "etp": etp} for etp in (1, 2))
+SHARED_OUT = [
+    (WHOLE, GATED, None, {"partitions": 4}),
+    (WHOLE, OVERLAPPED, None, {"partitions": 1}),
+    (BOTH, Z_LOSS | RECOMPUTE, "hot", {"partitions": 4, "memory_reuse": "S3"}),
+    (BOTH, {"moe_router_load_balancing_type": "seq_aux_loss"}, None, {"partitions": 8, "memory_reuse": "S2"}),
+    (BOTH | {"cp": 2}, {}, None, {"partitions": 2, "memory_reuse": "S4"}),
+    ({"tp": 4, "ep": 1, "etp": 4}, {}, None, {"partitions": 3}),
+    ({"tp": 4, "ep": 4, "etp": 1}, {"moe_router_topk": 3}, None, {"partitions": 3, "memory_reuse": "S1"}),
+]
+"""Cases of tokens that all TP ranks hold, whichever way their partitions are shared out."""
 
 
 @pytest.mark.parametrize(
     ("layout", "settings", "routing", "options"),
     [
-        (WHOLE, GATED, None, {"partitions": 4}),
-        (WHOLE, OVERLAPPED, None, {"partitions": 1}),
-        (BOTH, Z_LOSS | RECOMPUTE, "hot", {"partitions": 4, "memory_reuse": "S3"}),
-        (BOTH, {"moe_router_load_balancing_type": "seq_aux_loss"}, None, {"partitions": 8, "memory_reuse": "S2"}),
-        (BOTH | {"cp": 2}, {}, None, {"partitions": 2, "memory_reuse": "S4"}),
-        ({"tp": 4, "ep": 1, "etp": 4}, {}, None, {"partitions": 3}),
-        ({"tp": 4, "ep": 4, "etp": 1}, {"moe_router_topk": 3}, None, {"partitions": 3, "memory_reuse": "S1"}),
+        *SHARED_OUT,
         ({"tp": 4, "ep": 2, "etp": 1}, {"moe_router_topk": 3}, None, {"partitions": 3}),
         ({"tp": 2, "ep": 4, "etp": 1}, {}, None, {"partitions": 3, "network_levels": (2, 2), "domain_sizes": (2, 1)}),
     ],
@@ -265,13 +269,7 @@ def test_tokens_that_all_tp_ranks_hold_hop_from_one_of_them(ranks, layout, setti
 @pytest.mark.parametrize(
     ("layout", "settings", "routing", "options"),
     [
-        (WHOLE, GATED, None, {"partitions": 4}),
-        (WHOLE, OVERLAPPED, None, {"partitions": 1}),
-        (BOTH, Z_LOSS | RECOMPUTE, "hot", {"partitions": 4, "memory_reuse": "S3"}),
-        (BOTH, {"moe_router_load_balancing_type": "seq_aux_loss"}, None, {"partitions": 8, "memory_reuse": "S2"}),
-        (BOTH | {"cp": 2}, {}, None, {"partitions": 2, "memory_reuse": "S4"}),
-        ({"tp": 4, "ep": 1, "etp": 4}, {}, None, {"partitions": 3}),
-        ({"tp": 4, "ep": 4, "etp": 1}, {"moe_router_topk": 3}, None, {"partitions": 3, "memory_reuse": "S1"}),
+        *SHARED_OUT,
         ({"tp": 4, "ep": 2, "etp": 1}, {"moe_router_topk": 1}, None, {"partitions": 3}),
         ({"tp": 2, "ep": 4, "etp": 1}, {}, "hot", {"partitions": 8}),
         (BOTH, {}, None, {"partitions": 3, "memory_reuse": "S2", "wire": "bf16"}),

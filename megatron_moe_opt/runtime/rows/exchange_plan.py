@@ -175,15 +175,31 @@ def plan_shared_partitions(
     Raises:
         RoutingError: they do not have the same rows.
     """
-    copies.check_alike(counts, beyond and beyond.wait())
     tp_size, tp_rank = copies.group.size(), copies.group.rank()
-    sent, rows, _ = _C.share_out(counts, copies.tp_ranks, tp_size, num_partitions, ep_rank, etp_rank)
+    sent, rows, _ = _shares(counts, ep_rank, etp_rank, copies, beyond, num_partitions)
     plans = (plan_exchange(of_partition, ep_rank, etp_rank, 1, device) for of_partition in sent)
     of_ranks = [sum(of_peers) for of_peers in rows]
     return tuple(
         replace(plan, of_tp=tuple(of_ranks[j * tp_size : (j + 1) * tp_size]), tp_rank=tp_rank)
         for j, plan in enumerate(plans)
     )
+
+
+def _shares(
+    counts: torch.Tensor,
+    ep_rank: int,
+    etp_rank: int,
+    copies: TokenCopies,
+    beyond: HostCopy | None,
+    num_partitions: int,
+) -> tuple[torch.Tensor, list[list[int]], int]:
+    """Returns what each rank exchanges of each partition, int64 [partitions, ep_size, etp_size, experts]; the rows of
+    this rank's tokens in each TP rank's part for each EP rank, [partitions * tp_size][ep_size]; and the sum of counts.
+
+    Raises RoutingError where ranks that hold the same tokens do not have the same rows.
+    """
+    copies.check_alike(counts, beyond and beyond.wait())
+    return _C.share_out(counts, copies.tp_ranks, copies.group.size(), num_partitions, ep_rank, etp_rank)
 
 
 def _chunk_plan(chunk: tuple[Any, ...]) -> ChunkPlan:
@@ -272,10 +288,9 @@ def share_out(counts: torch.Tensor, ep_rank: int, etp_rank: int, sharing: Sharin
         RoutingError: they do not have the same rows.
     """
     copies, (ep_size, etp_size, _) = sharing.copies, counts.shape
-    copies.check_alike(counts, None if sharing.beyond is None else sharing.beyond.wait())
-    sent, rows, total = _C.share_out(counts, copies.tp_ranks, copies.group.size(), 1, ep_rank, etp_rank)
+    (sent,), rows, total = _shares(counts, ep_rank, etp_rank, copies, sharing.beyond, 1)
     # By what all ranks have, not by what these send: a TP group of several joint groups, whose rows are the same and
     # whose parts are not, gathers phase by phase too.
     mean_phase = total / copies.group.size() * sharing.row_bytes / (ep_size * etp_size * ep_size)
     in_phases = sharing.overlap and mean_phase >= MIN_PHASE_BYTES
-    return sent[0], Parts(copies.group, copies.ep_ranks, rows, ep_size if in_phases else 1)
+    return sent, Parts(copies.group, copies.ep_ranks, rows, ep_size if in_phases else 1)

@@ -156,8 +156,8 @@ class EpThenExpertTp(_RowForEveryExpert):
         """Returns the rows that a buffer of this way has to hold; of `parts`, for one chunk."""
         if buffer == "parts":
             return (self.groups.etp_size - 1) * plan.chunk(chunk).num_received
-        if buffer in ("rows", "own"):
-            return sum(plan.of_tp) if plan.of_tp and buffer == "rows" else plan.num_sent
+        if buffer == "rows":
+            return plan.num_sent
         return plan.num_received if buffer == "summed" else plan.num_gathered
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: ExchangePlan) -> Steps:
