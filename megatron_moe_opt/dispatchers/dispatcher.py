@@ -128,11 +128,28 @@ class Dispatched(Passage):
         # host synchronisation: for the counts, the only one of a forward pass (docs/design.md)
         groups, source, counts = self.groups, self.own.source, self.counts.wait()
         ranks, device = (groups.ep_rank, groups.etp_rank), source.row_map.rows.device
+        check_routed(source.row_map, counts[ranks])
         if self.sharing is None:
             plan = plan_exchange(counts, *ranks, source.row_map.num_chunks, device)
             return Exchange(way_of(groups, self.level, source.payload), plan)
         sent, parts = share_out(counts, *ranks, self.sharing)
         return Exchange(EpWithExpertTp(groups, source.payload, parts), plan_exchange(sent, *ranks, 1, device))
+
+
+def check_routed(row_map: RowMap, counts_E: torch.Tensor) -> None:
+    """Raises RuntimeError where tokens were routed to fewer experts than promised, as tokens of NaNs are.
+
+    Args:
+        row_map: of this rank's rows, of which so many were promised as it has.
+        counts_E: how many rows it has for each expert, on the CPU.
+    """
+    routed = int(counts_E.sum())
+    if routed < row_map.num_rows:
+        raise RuntimeError(
+            f"{routed} rows of {row_map.num_tokens} tokens were routed where --moe-router-topk gives {row_map.num_rows}: "
+            "Transformer Engine's router (--moe-router-fusion) gives a token of NaNs fewer experts. Look for where NaNs "
+            "come from (--check-for-nan-in-loss-and-grad), or drop --moe-router-fusion"
+        )
 
 
 def counts_beyond(copies: TokenCopies, of_experts: torch.Tensor) -> HostCopy:

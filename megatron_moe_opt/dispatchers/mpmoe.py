@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_shared_rows
+from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, check_routed, map_shared_rows
 from megatron_moe_opt.dispatchers.hopping_tokens import HoppingTokens
 from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Partitioning, Partitions
 from megatron_moe_opt.row_format import SAME, Wire
@@ -65,6 +65,7 @@ class PartitionedRows:
         device = source.row_map.rows.device
         # host synchronisation: for the counts, the only one of a forward pass
         counts, ranks, number = self.counts.wait(), (groups.ep_rank, groups.etp_rank), self.partitions.count
+        check_routed(source.row_map, counts[ranks])
         if self.copies is not None:
             plans = plan_shared_partitions(counts, *ranks, self.copies, self.beyond, number, device)
         else:

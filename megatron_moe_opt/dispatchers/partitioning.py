@@ -11,7 +11,8 @@ from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.skew import rows_as_even
-from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, NONE, PARTITIONS, ROWS, SHARED_ROWS
+from megatron_moe_opt.schedules.memory_reuse import NONE
+from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, PARTITIONS, ROWS, SHARED_ROWS
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
 
@@ -23,7 +24,7 @@ class Partitions:
     count: int
     """Number of partitions, 1 or more."""
     strategy: str = NONE
-    """The strategy by which partitions share memory: a key of schedules.mpmoe.STRATEGIES."""
+    """The strategy by which partitions share memory: a key of schedules.memory_reuse.STRATEGIES."""
     way: str = ROWS
     """The way that the partitions take to their experts: one of the options' ways."""
     chunks: int = 1

@@ -89,7 +89,7 @@ class Op:
     """The part of its chunk that it moves, where a partition of rows is a chunk and goes in several parts."""
 
     def __str__(self) -> str:
-        return f"{self.kind.value} of chunk {self.chunk}"
+        return f"{self.kind.value} of chunk {self.chunk}" + (f", part {self.part}" if self.part else "")
 
 
 @dataclass(frozen=True)

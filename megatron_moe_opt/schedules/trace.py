@@ -53,7 +53,7 @@ def _part(process: int, thread: int, part: Part) -> dict[str, Any]:
 
 def _op(process: int, thread: int, span: Span) -> dict[str, Any]:
     op = span.op
-    args = {"kind": op.kind.value, "chunk": op.chunk, "bytes": op.size, "group": op.group}
+    args = {"kind": op.kind.value, "chunk": op.chunk, "part": op.part, "bytes": op.size, "group": op.group}
     return _complete(process, thread, str(op), op.kind.value, span.start, span.end, args)
 
 

@@ -18,7 +18,8 @@ from megatron_moe_opt.planning.costs.domain_curves import has_curves
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.mpmoe import PartitionedLayer, no_hops, no_joint, no_sharing
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
-from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, NONE, PARTITIONS, ROWS, SHARED_ROWS, STRATEGIES, Restore
+from megatron_moe_opt.schedules.memory_reuse import NONE, STRATEGIES, Restore
+from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, PARTITIONS, ROWS, SHARED_ROWS
 from megatron_moe_opt.systems.expert_migration import (
     EXPERT_MIGRATION,
     check_padding,
@@ -360,6 +361,10 @@ def _kind(setting: str) -> str:
     return hops + (f":{domain_kind(sizes[1:])}" if sizes else "")
 
 
+def _numbered(setting: str) -> str:
+    return f"{setting}:c1" if setting.isdecimal() else setting  # else a partition goes in one piece
+
+
 def candidate(layer: LayerOnCluster, count: int, strategy: str) -> Prediction:
     """Returns what the layer takes in so many partitions of rows. Raises ConfigurationError: a curve is missing."""
     return _predicted(layer, PartitionedLayer.of(layer, count, ROWS, strategy))
@@ -443,7 +448,7 @@ MPMOE = System(
     attach=_attach,
     check=_check,
     copies_flag=lambda options: f"{PREFIX}way {SHARED_ROWS}" if options.way == SHARED_ROWS else None,
-    grammar=Grammar(_parse, _write, _kind),
+    grammar=Grammar(_parse, _write, _kind, _numbered),
     candidates=_candidates,
     domains=lambda options, workers: domains_of(options, workers) if HOPS in options.ways else None,
     why_fixed=_why_fixed,

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from megatron_moe_opt.schedules import hops, monta, mpmoe, parm
 from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages
+from megatron_moe_opt.schedules.memory_reuse import NONE, STRATEGIES
 from megatron_moe_opt.schedules.monta import ChunkBytes
-from megatron_moe_opt.schedules.mpmoe import Partition, PartitionRows, RowBytes
+from megatron_moe_opt.schedules.partition_rows import Partition, PartitionRows, RowBytes
 from megatron_moe_opt.schedules.pipeline import Stages
 from megatron_moe_opt.schedules.schedule import Schedule
 
@@ -55,13 +56,13 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
                 outline = hops.outline(direction, HopStages(levels, tuple(range(levels)), etp_size=etp_size), count)
                 yield f"{direction}, {count} chunk(s), {of}", outline.sized(samples)
         for of, (way, parts) in ways.items():
-            for strategy in mpmoe.STRATEGIES if way.chunks == 1 else (mpmoe.NONE,):
+            for strategy in STRATEGIES if way.chunks == 1 else (NONE,):
                 for build in (mpmoe.forward, mpmoe.backward):
                     schedule = build(strategy, parts, RowBytes(2, 1, 3), way)
                     yield f"mpmoe {strategy} {build.__name__}, {count} partition(s), {of}", schedule
             if of in WITH_SHARED:
                 for build in (mpmoe.forward, mpmoe.backward):
-                    schedule = build(mpmoe.NONE, parts, RowBytes(2, 1, 3), way, shared=1)
+                    schedule = build(NONE, parts, RowBytes(2, 1, 3), way, shared=1)
                     yield f"mpmoe {build.__name__} with shared experts, {count} partition(s), {of}", schedule
         for etp_size in (1, 2):
             of = f"expert-TP {etp_size}"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from megatron_moe_opt.schedules.memory_reuse import STRATEGIES
 
 DROP = {"moe_expert_capacity_factor": 0.7}
 PAD = DROP | {"moe_pad_expert_input_to_capacity": True}

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from megatron_moe_opt.schedules.memory_reuse import STRATEGIES
 from tests.multirank.test_dispatchers import SHARED
 from tests.multirank.test_expert_migration import layers
 from tests.ranks.layers import BesideStock

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from megatron_moe_opt.schedules.memory_reuse import STRATEGIES
 from tests.multirank.test_dispatchers import ASKS, DROP, LAYOUTS, PAD, RAGGED, RECOMPUTE, SHARED
 from tests.multirank.test_parm import FORCED, GATED, JITTER, PER_TOKEN, SINKHORN, Z_LOSS, compare_replicated
 from tests.ranks.devices import difference

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from megatron_moe_opt.schedules.memory_reuse import STRATEGIES
 from tests.ranks.devices import on_gpus, rank_device
 from tools.papers.formulas.mpmoe import LayerElements
 

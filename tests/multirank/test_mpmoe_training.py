@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_moe_opt.dispatchers.partitioning import Partitions
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import World
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from megatron_moe_opt.schedules.memory_reuse import STRATEGIES
 from megatron_moe_opt.schedules.schedule import OF_EXPERTS
 from tests.multirank.test_auto import write_profile
 from tests.multirank.test_mpmoe import OVERLAPPED
@@ -26,32 +26,42 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 
 
 @pytest.mark.parametrize(
-    ("layout", "settings", "strategy", "way"),
+    ("layout", "settings", "options"),
     [
-        ({"ep": 2}, {"overlap": True} | OVERLAPPED, "none", "rows"),
-        ({"tp": 2, "ep": 2, "etp": 2}, {"overlap": True, "distributed_optimizer": False}, "S2", "hops"),
-        ({"pp": 2, "ep": 2}, {"microbatches": 4} | OVERLAPPED, "S3", "rows"),
-        ({"pp": 2, "ep": 2}, {"microbatches": 4} | OVERLAPPED | RECOMPUTED, "S2", "hops"),
+        ({"ep": 2}, {"overlap": True} | OVERLAPPED, {"memory_reuse": "none"}),
+        (
+            {"tp": 2, "ep": 2, "etp": 2},
+            {"overlap": True, "distributed_optimizer": False},
+            {"memory_reuse": "S2", "way": "hops"},
+        ),
+        ({"pp": 2, "ep": 2}, {"microbatches": 4} | OVERLAPPED, {"memory_reuse": "S3"}),
+        ({"pp": 2, "ep": 2}, {"microbatches": 4} | OVERLAPPED | RECOMPUTED, {"memory_reuse": "S2", "way": "hops"}),
+        ({"pp": 2, "ep": 2}, {"microbatches": 4}, {"chunks": 2}),
     ],
     ids=str,
 )
-def test_losses_are_stock(ranks, layout, settings, strategy, way):
+def test_losses_are_stock(ranks, layout, settings, options):
     settings = {"layout": layout, "steps": 2} | settings
     stock = ranks.run(losses, dispatcher="alltoall", **settings)
-    ours = ranks.run(
-        losses, dispatcher="mpmoe", options=Options(partitions=3, memory_reuse=strategy, way=way), **settings
-    )
+    ours = ranks.run(losses, dispatcher="mpmoe", options=Options(partitions=3, **options), **settings)
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-5, atol=0)
 
 
 def gradients_that_arrive(
-    dispatcher: str, options: Options, grouped: bool, main_grads: torch.dtype = torch.float32
+    dispatcher: str,
+    options: Options,
+    grouped: bool,
+    main_grads: torch.dtype = torch.float32,
+    partitions: tuple[int, ...] = (),
 ) -> tuple[set[int], list[float], int]:
     """How often each expert weight gets a gradient in a backward pass, how far the gradients are from stock's, and how
     many came through autograd.
 
     With gradient accumulation fusion a weight's GEMM adds to main_grad itself, here in plain PyTorch. What comes
     through autograd all the same is added as Megatron's DDP adds it: not where a GEMM is said to have added already.
+
+    Args:
+        partitions: of each micro-batch, where they differ.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -88,6 +98,8 @@ def gradients_that_arrive(
                 layer = build_layer(moe_config(moe_token_dispatcher_type=chosen, gradient_accumulation_fusion=True))
                 state = state or layer.state_dict()
                 layer.load_state_dict(state)
+                if found and partitions:
+                    layer.token_dispatcher.dispatcher.partitioning = InTurn(partitions)
                 weights = dict(layer.experts.named_parameters())
                 for name, weight in weights.items():
                     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=main_grads), False
@@ -134,6 +146,29 @@ def test_narrow_main_grads_are_rounded_once_a_pass(ranks, strategy):
         for times, errors, by_autograd in ranks.run(gradients_that_arrive, main_grads=torch.bfloat16, **given):
             assert times == {2} and max(errors) < 1e-2
             assert bool(by_autograd) == (partitions > 1)  # of several GEMMs a pass none adds to main_grad
+
+
+class InTurn:
+    """Chooses partitions of a pass as it is told, as a profile may for passes of more or fewer rows."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self._counts = iter(counts)
+
+    def choose(self, rows: Callable[[], Sequence[int]]) -> Partitions:
+        """Returns as many partitions as are next in turn."""
+        return Partitions(next(self._counts), "none")
+
+    def describe(self) -> str:
+        """Returns what is said at start."""
+        return "in turn"
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_narrow_main_grads_get_all_passes_of_a_step_whatever_their_partitions(ranks, grouped):
+    """DDP adds nothing that autograd brings to a main_grad to which a GEMM has added in the same step."""
+    given = {"dispatcher": "mpmoe", "options": Options(partitions=4), "grouped": grouped, "partitions": (1, 4)}
+    for times, errors, _ in ranks.run(gradients_that_arrive, main_grads=torch.bfloat16, **given):
+        assert times == {2} and max(errors) < 1e-2
 
 
 def differing_counts() -> list[tuple[int, float]]:

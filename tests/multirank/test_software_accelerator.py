@@ -22,7 +22,7 @@ from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.moving_samples import sample_counts
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from megatron_moe_opt.schedules.memory_reuse import STRATEGIES
 from megatron_moe_opt.topology.nodes import NodeMap
 from tests.accelerator.clocks import Streams
 from tests.accelerator.collectives import check

@@ -16,7 +16,8 @@ from megatron_moe_opt.options import Options, split_options
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.partitioned_rows import row_bytes
-from megatron_moe_opt.schedules.mpmoe import PARTITIONS, STRATEGIES
+from megatron_moe_opt.schedules.memory_reuse import STRATEGIES
+from megatron_moe_opt.schedules.mpmoe import PARTITIONS
 from megatron_moe_opt.schedules.schedule import Kind
 
 LAYER = LayerWorkload(0, 64, 128, False, 8, 2, 4, 16, 4, 1, fused=True)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from megatron_moe_opt.schedules.memory_reuse import STRATEGIES
 from tests.ranks.devices import difference
 from tests.ranks.layers import BesideStock
 

@@ -15,6 +15,7 @@ from tests.ranks.pool import RankPool
 PLAIN = {"deallocate_pipeline_outputs": True}
 INTERLEAVED = PLAIN | {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 RECOMPUTE_ALL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+TP_RANKS_HOLD_ALL = {"tp": 2, "sequence_parallel": False}
 FLUSH = INTERLEAVED | {"overlap_p2p_comm_warmup_flush": True}
 
 
@@ -33,7 +34,7 @@ def named_parameters(trained: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def train(
-    dispatcher: str, vpp: int | None, options: Options | None = None, steps: int = 2, **settings: Any
+    dispatcher: str, vpp: int | None, options: Options | None = None, steps: int = 2, tp: int = 1, **settings: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of steps from weights that depend on names alone, and this rank's gradients of the last."""
     from megatron.core import parallel_state
@@ -42,7 +43,7 @@ def train(
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
-    with parallel(pp=2, ep=2, vpp=vpp):
+    with parallel(pp=2, tp=tp, ep=2, vpp=vpp):
         megatron_moe_opt.register(options)
         try:
             trained = gpt(
@@ -85,16 +86,18 @@ _plains: dict[str, list[tuple[list[float], dict[str, torch.Tensor]]]] = {}
         ("alltoall", FLUSH),
         ("monta", INTERLEAVED | {"options": Options(monta_level="O2", chunks=2)}),
         ("mpmoe", INTERLEAVED | {"options": Options(partitions=2, memory_reuse="S4", way="hops")}),
+        ("mpmoe", INTERLEAVED | {"options": Options(partitions=2, chunks=2)}),
+        ("mpmoe", INTERLEAVED | TP_RANKS_HOLD_ALL | {"options": Options(partitions=2, way="shared-rows")}),
         ("expert-migration", INTERLEAVED | {"options": Options(network_levels=(2,), domain_sizes=(2,))}),
         ("netmoe", INTERLEAVED | RECOMPUTE_ALL | {"options": Options(way="hops", chunks=2)}),
     ],
 )
 def test_training_is_that_of_a_plain_pipeline(ranks, dispatcher, settings):
-    common = {"num_layers": 4}
+    common = {"num_layers": 4, "tp": settings.get("tp", 1)}
     if dispatcher == "netmoe":  # moves samples between the layers of one stage
-        common = {"steps": 1, "num_layers": 8, "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
+        common |= {"steps": 1, "num_layers": 8, "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
     plain = plains(ranks, **common)
-    ours = ranks.run(train, dispatcher=dispatcher, vpp=2, **settings, **common)
+    ours = ranks.run(train, dispatcher=dispatcher, vpp=2, **settings | common)
     assert ours[0][0] == pytest.approx(plain[0][0], rel=1e-6)
     expected, got = of_all_ranks(plain), of_all_ranks(ours)
     assert set(got) == set(expected)

@@ -20,7 +20,7 @@ from megatron_moe_opt.planning.predicting.baselines import (
 )
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.schedules.mpmoe import NONE
+from megatron_moe_opt.schedules.memory_reuse import NONE
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind
 from megatron_moe_opt.systems.expert_migration import EXPERT_MIGRATION
 from megatron_moe_opt.systems.mpmoe import candidate

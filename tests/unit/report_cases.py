@@ -20,7 +20,7 @@ from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.expert_migration import gathered
 from megatron_moe_opt.schedules.hops import HopBytes, HopStages, outline
 from megatron_moe_opt.schedules.monta import even_chunks
-from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
+from megatron_moe_opt.schedules.partition_rows import PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.schedules.stages import PassInstants
 from megatron_moe_opt.topology.nodes import NodeMap

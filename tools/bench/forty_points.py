@@ -6,9 +6,9 @@
 Five layouts and shapes, four sizes, even and Zipf-distributed routing; at each, `auto` plans, tries and settles by
 itself, and all that it tried and the two best predicted variants of every system, and of each whose tokens hop, are
 timed in interleaved rounds (tools/bench/choice.py). So is `mpmoe` by hops in 1 to 8 partitions, of which the profile
-alone chooses, too. Sizes are such that an expert gets 64 to 256 rows: fewer take as
-long on a CPU, as weights are read from memory all the same. Links are so slow that at most sizes they are what limits
-on a machine of two cores, and not these, which move bytes and compute.
+alone chooses, too. Rows are short and many, so that an expert gets 128 and more: what a step takes on a CPU however few
+there are (weights read from memory, Python) is small then. Links are so slow that they are what limits on a machine of
+two cores, and not these, which move bytes and compute.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, TypeVar
 
+from megatron_moe_opt.cli.bench.link_rates import LinkRates, wire_limit
 from megatron_moe_opt.cli.profile.run import ProfileSettings
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.choosing.equal_times import fewest_of_equal
@@ -34,7 +35,8 @@ from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
-from megatron_moe_opt.schedules.mpmoe import HOPS, NONE, PARTITIONS, token_shares
+from megatron_moe_opt.schedules.memory_reuse import NONE
+from megatron_moe_opt.schedules.mpmoe import HOPS, PARTITIONS, token_shares
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION
 from megatron_moe_opt.systems.expert_migration import domain_word
@@ -76,11 +78,11 @@ def _layer(hidden: int, ffn: int, experts: int, topk: int, ep: int, expert_tp: i
 
 
 SHAPES = (
-    Shape(Links("50mbit", "400mbit", 1), _layer(512, 1536, 8, 4, ep=2), (96, 128, 192, 256)),
-    Shape(Links("50mbit", "400mbit", 2), _layer(384, 1280, 8, 4, ep=2, expert_tp=2), (64, 96, 128, 192)),
-    Shape(Links("50mbit", "400mbit", 2), _layer(320, 640, 16, 6, ep=4), (64, 96, 128, 192)),
-    Shape(Links("50mbit", "400mbit", 2), _layer(448, 1344, 8, 2, ep=2, expert_tp=2), (96, 128, 192, 256)),
-    Shape(Links("50mbit", "400mbit", 1, nodes=4), _layer(416, 1248, 8, 2, ep=4), (96, 128, 192, 256)),
+    Shape(Links("50mbit", "400mbit", 1), _layer(128, 1920, 8, 4, ep=2), (768, 896, 1024, 1280)),
+    Shape(Links("50mbit", "400mbit", 2), _layer(128, 896, 8, 4, ep=2, expert_tp=2), (320, 384, 448, 512)),
+    Shape(Links("50mbit", "400mbit", 2), _layer(128, 1024, 8, 4, ep=4), (384, 448, 512, 640)),
+    Shape(Links("50mbit", "400mbit", 2), _layer(192, 768, 8, 2, ep=2, expert_tp=2), (256, 320, 384, 512)),
+    Shape(Links("50mbit", "400mbit", 1, nodes=4), _layer(128, 512, 8, 4, ep=4), (320, 384, 448, 512)),
 )
 
 
@@ -134,9 +136,9 @@ class Found(PartitionsFound):
     predicted: float
     """Seconds that the planned variant was predicted to take."""
     wire: float
-    """Seconds that the bytes between nodes of the variant that sends least there take at the nodes' bandwidth."""
+    """Seconds that the busiest node's bytes take between nodes at their bandwidth, where a token crosses once."""
     inside: float
-    """The same of its bytes inside nodes."""
+    """The same of its bytes inside the node."""
     experts: float
     """Seconds that the planner predicts for experts, and for work on rows on the rank."""
     alone: float
@@ -173,11 +175,11 @@ def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
         by_plan, by_trials = measure(settings, one.ep, cluster, [point.tokens], chooser, device)
         balance = routing_balance(settings, one.ep, device)
         alone, processors = alone_and_processors(settings, by_trials.best, device)
+        wire, inside = seconds_of_links(settings, cluster, device)
     workload = workload_of(settings, one.ep, balance, workers)
-    wire, inside, experts = limits(workload, cluster)
     return Found(
         by_trials.rounds, *partitions_by_profile(workload, cluster), by_trials.chosen, by_plan.chosen,
-        by_plan.predicted, wire, inside, experts, alone, processors,
+        by_plan.predicted, wire, inside, seconds_of_experts(workload, cluster), alone, processors,
     )  # fmt: skip
 
 
@@ -216,23 +218,40 @@ def alone_and_processors(settings: LayerSettings, variant: str, device: Any) -> 
     return statistics.median(seconds), statistics.median(busy)
 
 
-def limits(work: LayerWorkload, cluster: Cluster) -> tuple[float, float, float]:
-    """Returns the seconds of the bytes between nodes and inside them, of the candidate without experts that travel that
-    sends least between nodes, at the bandwidth that all ranks reach at once; and those of experts.
-    """
+def seconds_of_experts(work: LayerWorkload, cluster: Cluster) -> float:
+    """Returns the seconds that the planner predicts for whole batches of experts and for work on rows on the rank."""
     found, _ = candidates(work, cluster)
-    staying = [
-        one for one in found if set(one.variant.rpartition(":")[2].split("x")) == {"1"} or "x" not in one.variant
-    ]
-    least = min(staying, key=lambda one: one.inter_bytes)
     terms = next(one for one in found if one.variant == ALLTOALL).terms
+    return terms["experts"] + terms["rows on the rank"]
 
-    def seconds(sent: float, link: str) -> float:
+
+def seconds_of_links(settings: LayerSettings, cluster: Cluster, device: Any) -> tuple[float, float]:
+    """Returns the seconds that the busiest node's bytes of a step take between nodes, and those that its bytes inside
+    take, where a token crosses every link once: as they are counted, at the rate that all ranks reach at once. A
+    collective call over the world.
+    """
+    import torch.distributed as dist
+
+    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
+    from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
+    from megatron_moe_opt.topology.agreement import known_to_all
+    from megatron_moe_opt.topology.nodes import discover_nodes
+
+    nodes = discover_nodes()
+    layer = layer_under_test(settings, IN_PARTITIONS[0], settings.ep_size(dist.get_world_size()), device)
+    layer.clear_grads()
+    with TrafficCounter(nodes) as counter:
+        layer.step()
+    sent = known_to_all(counter.bytes_to())
+
+    def rate(link: str) -> float | None:
         points = cluster.curves.get((Kind.SEND_RECEIVE, link))
-        return 0.0 if points is None else sent / best_rate(points)
+        return None if points is None else best_rate(points) * len(nodes.ranks_of(0))  # of a rank, and of its node
 
-    experts = terms["experts"] + terms["rows on the rank"]
-    return seconds(least.inter_bytes, EVERY_RANK), seconds(least.intra_bytes, INSIDE), experts
+    of_links = LinkRates(rate(EVERY_RANK), None), LinkRates(None, rate(INSIDE))
+    limits = (wire_limit(sent, nodes, rates) for rates in of_links)
+    between, inside = (0.0 if limit is None else limit.seconds for limit in limits)
+    return between, inside
 
 
 # -------------------------------------------------------------------------------------------------------- the tables

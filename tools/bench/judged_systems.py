@@ -19,7 +19,8 @@ from megatron_moe_opt.planning.choosing.choice import Choice, choose, schedule_s
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
 from megatron_moe_opt.planning.predicting.skew import rows_as_even
-from megatron_moe_opt.schedules.mpmoe import NONE, PARTITIONS, STRATEGIES
+from megatron_moe_opt.schedules.memory_reuse import NONE, STRATEGIES
+from megatron_moe_opt.schedules.mpmoe import PARTITIONS
 from megatron_moe_opt.schedules.parm import SCHEDULES
 from megatron_moe_opt.systems.monta import MONTA, MontaOptions
 from megatron_moe_opt.systems.mpmoe import MPMOE, MpmoeOptions

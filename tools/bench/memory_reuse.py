@@ -27,7 +27,7 @@ from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
-from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
+from megatron_moe_opt.schedules.memory_reuse import NONE, STRATEGIES
 from tools.bench.live_memory import device_memory
 from tools.papers.formulas.mpmoe import LayerElements
 

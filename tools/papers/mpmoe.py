@@ -18,7 +18,7 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import PIPELINE, Laye
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
-from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
+from megatron_moe_opt.schedules.memory_reuse import NONE, STRATEGIES
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, OF_EXPERTS
 from megatron_moe_opt.systems.mpmoe import candidate
 from megatron_moe_opt.topology.layouts import Layout

@@ -50,6 +50,7 @@ def pipeline_experts(layer: Any, options: Options) -> None:
     else:
         run = functools.partial(_run, layer)
     fuses = bool(getattr(layer.config, "gradient_accumulation_fusion", False))
+    may_cut = options.partition_counts != (1,)
     experts = Experts(run, (), random_states=AllRandomStates, fuses=fuses)
     # Parameters that a graph has twice get their gradient once from autograd, and from each pipeline: DDP counts these.
     config = layer.config
@@ -70,7 +71,9 @@ def pipeline_experts(layer: Any, options: Options) -> None:
             products=tuple(Products(one, *_PRODUCTS) for one in layer.experts.modules() if _multiplies(one)),
         )
         dispatched, migrated = plugged.dispatched, plugged.dispatcher.migrated
-        if fuses and len(dispatched.rows.exchanges) > 1 and any(map(_has_narrow_main_grad, of_pass.parameters)):
+        # In a pass of one partition, too, if others may have several: DDP adds no gradient that autograd brings to a
+        # main_grad to which a GEMM has added in the same step.
+        if fuses and may_cut and any(map(_has_narrow_main_grad, of_pass.parameters)):
             _check_fusion_can_be_left_out(layer.config)
             of_pass = dataclasses.replace(of_pass, run=functools.partial(_run_unfused, layer, run), fuses=False)
         if migrated is not None:

@@ -26,7 +26,7 @@ from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
     decode_others,
     encode_and_decode,
 )
-from megatron_moe_opt.schedules.mpmoe import Restore
+from megatron_moe_opt.schedules.memory_reuse import Restore
 from megatron_moe_opt.schedules.pipeline import even_parts
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies

@@ -13,7 +13,7 @@ from megatron_moe_opt.integration.measuring.meter import CALLS, Meter
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.runtime.engine.recording import recording
-from megatron_moe_opt.schedules.mpmoe import NONE
+from megatron_moe_opt.schedules.memory_reuse import NONE
 from megatron_moe_opt.schedules.schedule import Lane
 from megatron_moe_opt.systems.mpmoe import candidate
 from megatron_moe_opt.topology.agreement import known_to_all

@@ -11,7 +11,7 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.partitioned_rows import hop_row_bytes
 from megatron_moe_opt.schedules.hops import HopRows, HopStages, level_of, outline
-from megatron_moe_opt.schedules.mpmoe import INPUT_GRADIENTS, INPUTS, OUTPUT_GRADIENTS, OUTPUTS
+from megatron_moe_opt.schedules.partition_rows import INPUT_GRADIENTS, INPUTS, OUTPUT_GRADIENTS, OUTPUTS
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.topology.domains import ExpertDomains, stationary
 

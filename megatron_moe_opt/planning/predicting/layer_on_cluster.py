@@ -19,8 +19,8 @@ from megatron_moe_opt.planning.predicting.partitioned_rows import activation_byt
 from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction
 from megatron_moe_opt.planning.predicting.simulator import lane_rate
 from megatron_moe_opt.planning.predicting.skew import Skew
+from megatron_moe_opt.schedules.memory_reuse import NONE
 from megatron_moe_opt.schedules.monta import even_chunks
-from megatron_moe_opt.schedules.mpmoe import NONE
 from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline

@@ -23,25 +23,25 @@ from megatron_moe_opt.planning.predicting.partitioned_rows import (
 from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction
 from megatron_moe_opt.schedules import parm
 from megatron_moe_opt.schedules.hops import HopStages
+from megatron_moe_opt.schedules.memory_reuse import NONE, STRATEGIES, Restore
 from megatron_moe_opt.schedules.mpmoe import (
     HOPS,
-    INPUT_GRADIENTS,
-    INPUTS,
     JOINT,
-    NONE,
-    OUTPUT_GRADIENTS,
-    OUTPUTS,
     ROWS,
     SHARED_ROWS,
-    STRATEGIES,
-    Partition,
-    Restore,
-    RowBytes,
     backward,
     by_rows,
     forward,
     jointly,
     token_shares,
+)
+from megatron_moe_opt.schedules.partition_rows import (
+    INPUT_GRADIENTS,
+    INPUTS,
+    OUTPUT_GRADIENTS,
+    OUTPUTS,
+    Partition,
+    RowBytes,
 )
 from megatron_moe_opt.schedules.pipeline import Stage, Stages
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op

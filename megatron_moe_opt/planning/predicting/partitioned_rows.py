@@ -11,7 +11,8 @@ from megatron_moe_opt.planning.predicting.prediction import HeldMore
 from megatron_moe_opt.planning.predicting.skew import Skew
 from megatron_moe_opt.planning.training.memory import expert_middle_width, first_product_width
 from megatron_moe_opt.schedules.hops import HopRows
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, Restore, RowBytes
+from megatron_moe_opt.schedules.memory_reuse import STRATEGIES, Restore
+from megatron_moe_opt.schedules.partition_rows import PartitionRows, RowBytes
 from megatron_moe_opt.topology.domains import ExpertDomains, stationary
 
 FACT_BYTES = 4

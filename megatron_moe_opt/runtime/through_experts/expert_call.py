@@ -23,7 +23,7 @@ from megatron_moe_opt.runtime.through_experts.own_graph import Enter, Gradients,
 from megatron_moe_opt.runtime.through_experts.products import Products, ProductsRun, telling_halfway
 from megatron_moe_opt.runtime.through_experts.saved_middle import SavedMiddle
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts
-from megatron_moe_opt.schedules.mpmoe import Restore
+from megatron_moe_opt.schedules.memory_reuse import Restore
 
 TakeGradient = Callable[[int, torch.Tensor | None], None]
 """A function that takes the number of a parameter and its gradient. None: an operation has used the parameter and has

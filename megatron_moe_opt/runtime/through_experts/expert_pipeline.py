@@ -30,16 +30,14 @@ from megatron_moe_opt.runtime.through_experts.partition_buffers import Partition
 from megatron_moe_opt.runtime.through_experts.saved_middle import addresses_of
 from megatron_moe_opt.runtime.through_experts.shared_call import SharedCall, SharedExperts
 from megatron_moe_opt.schedules import mpmoe
-from megatron_moe_opt.schedules.mpmoe import (
+from megatron_moe_opt.schedules.memory_reuse import STRATEGIES, Restore
+from megatron_moe_opt.schedules.mpmoe import SHARED_OUTPUT_GRADIENTS, SHARED_TOKENS
+from megatron_moe_opt.schedules.partition_rows import (
     INPUT_GRADIENTS,
     INPUTS,
     OUTPUT_GRADIENTS,
     OUTPUTS,
-    SHARED_OUTPUT_GRADIENTS,
-    SHARED_TOKENS,
-    STRATEGIES,
     Moved,
-    Restore,
     RowBytes,
     place_of,
 )
@@ -64,7 +62,7 @@ def through_experts(
     Args:
         packed: stands for the rows on the wire: of one partition after those of another, with their probabilities.
         exchanges: one a partition, all on ways of the same kind.
-        strategy: of memory reuse, a key of schedules.mpmoe.STRATEGIES.
+        strategy: of memory reuse, a key of schedules.memory_reuse.STRATEGIES.
         prob_dtype: dtype of the probabilities.
         shared: the shared experts that run beside, and their tokens. Not where saved tensors are hooked.
 

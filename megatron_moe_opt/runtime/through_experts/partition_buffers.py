@@ -8,7 +8,7 @@ import torch
 
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
 from megatron_moe_opt.runtime.rows.row_layout import Layout
-from megatron_moe_opt.schedules.mpmoe import Move, place_of
+from megatron_moe_opt.schedules.partition_rows import Move, place_of
 from megatron_moe_opt.schedules.pipeline import base_name
 from megatron_moe_opt.schedules.schedule import Schedule
 

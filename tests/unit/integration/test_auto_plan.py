@@ -415,8 +415,12 @@ def test_a_step_that_the_optimizer_skips_counts_for_nothing(timed):
     assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
 
 
-def test_a_layer_of_another_model_runs_stock_where_its_own_configuration_refuses_a_variant(planned, monkeypatch):
-    controller, used = planned("monta:O2x2"), []
+@pytest.mark.parametrize(("tp", "in_its_place"), [(1, "alltoall"), (2, "monta:O1")])
+def test_a_layer_of_another_model_runs_what_trains_where_its_own_configuration_refuses_a_variant(
+    planned, monkeypatch, tp, in_its_place
+):
+    """Stock trains no layer under TP without sequence parallelism."""
+    controller, used = planned("monta:O2x2", tensor_model_parallel_size=tp), []
     monkeypatch.setattr(controlling, "link", lambda layers: None)
     other = copy.copy(controller.config)
     other.fp32_residual_connection = True
@@ -424,9 +428,9 @@ def test_a_layer_of_another_model_runs_stock_where_its_own_configuration_refuses
         SimpleNamespace(layer=SimpleNamespace(config=config), passes=1, use=used.append)
         for config in (controller.config, other)
     ]
-    for variant in ("netmoe", "monta:O2x2", "allgather"):
+    for variant in ("netmoe", "monta:O2x2"):
         controller._use(variant, layers)
-    assert used == ["netmoe", "alltoall", "monta:O2x2", "monta:O2x2", "allgather", "allgather"]
+    assert used == ["netmoe", in_its_place, "monta:O2x2", "monta:O2x2"]
 
 
 def test_a_step_that_is_captured_ends_the_run(timed, monkeypatch):

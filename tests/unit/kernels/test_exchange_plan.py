@@ -142,6 +142,13 @@ def test_ranks_of_a_tp_group_exchange_a_part_each(seed, tp_size, number):
     assert total == counts.sum()
 
 
+def test_as_many_counts_as_the_largest_layers_have_are_shared_out():
+    """In four partitions, of 384 experts on as many ranks and TP 8."""
+    counts = torch.ones(384, 1, 384, dtype=torch.int64)
+    sent, rows, total = _C.share_out(counts, torch.arange(384)[:, None] % 8, 8, 4, 0, 0)
+    assert sent.shape == (4, 384, 1, 384) and len(rows) == 32 and total == 384 * 384
+
+
 def test_joint_groups_inside_a_tp_group_take_as_many_phases():
     """Three rows in four parts are 0, 1, 1 and 1: the first two TP ranks send half of what the others do."""
     counts, phases = torch.full((2, 1, 4), 3), []

@@ -18,7 +18,9 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import mpmoe
-from megatron_moe_opt.schedules.mpmoe import PARTITIONS, STRATEGIES, PartitionRows, RowBytes
+from megatron_moe_opt.schedules.memory_reuse import STRATEGIES
+from megatron_moe_opt.schedules.mpmoe import PARTITIONS
+from megatron_moe_opt.schedules.partition_rows import PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.systems.mpmoe import MPMOE
 from tests.unit.mpmoe_paradigms import paradigm_1, paradigm_2, paradigm_3, paradigm_seconds

@@ -55,7 +55,9 @@ def test_no_more_than_so_many_and_none_twice(seconds):
 
 def test_lines_are_what_differs_in_one_number():
     others = [f"mpmoe:{count}" for count in (8, 2, 4)] + ["mpmoe:3:S1", "mpmoe:2:S1", "monta:O2x2"]
-    assert [list(line.items()) for line in lines("mpmoe:4", others)] == [[(n, f"mpmoe:{n}") for n in (2, 4, 8)]]
+    partitions, chunks = lines("mpmoe:4", [*others, "mpmoe:4:c2"])
+    assert list(partitions.items()) == [(n, f"mpmoe:{n}") for n in (2, 4, 8)]
+    assert chunks == {1: "mpmoe:4", 2: "mpmoe:4:c2"}
     partitions, strategies = lines("mpmoe:2:S1", others)
     assert partitions == {2: "mpmoe:2:S1", 3: "mpmoe:3:S1"} and strategies == {1: "mpmoe:2:S1"}
     monta = [f"monta:{level}x{chunks}" for level in ("O2", "O3") for chunks in (2, 4, 8, 16)]

@@ -16,7 +16,7 @@ from megatron_moe_opt.runtime.through_experts.expert_pipeline import _Sum
 from megatron_moe_opt.runtime.through_experts.products import Products
 from megatron_moe_opt.runtime.through_experts.saved_middle import addresses_of
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import ArrivedExperts
-from megatron_moe_opt.schedules.mpmoe import Restore
+from megatron_moe_opt.schedules.memory_reuse import Restore
 
 ROWS, HIDDEN, MIDDLE = 12, 8, 20
 

@@ -9,8 +9,9 @@ import pytest
 
 from megatron_moe_opt.schedules import monta, mpmoe, parm
 from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages, level_group, outline
+from megatron_moe_opt.schedules.memory_reuse import STRATEGIES
 from megatron_moe_opt.schedules.monta import ChunkBytes
-from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
+from megatron_moe_opt.schedules.partition_rows import PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Op, Schedule
 from tests.accelerator.collectives import Issued, disagreements
 from tests.accelerator.communicators import Mismatch, meet
@@ -57,7 +58,7 @@ def layer_passes(rank: int, count: int) -> list[list[Schedule]]:
                 *((partitions, mpmoe.by_rows(2, 2, tp, chunks)) for tp, chunks in ((1, 1), (2, 1), (1, 3))),
                 *((tokens, HopStages(2, (0, 1), True, etp, tp)) for etp, tp in ((1, 1), (2, 1), (1, 2), (2, 2))),
             )
-            for strategy in mpmoe.STRATEGIES
+            for strategy in STRATEGIES
         ),
     ]
 

@@ -45,7 +45,8 @@ def test_one_complete_event_an_op(events, timelines):
         assert event["ts"] == pytest.approx(span.start * 1e6)
         assert event["dur"] == pytest.approx((span.end - span.start) * 1e6)
         op = span.op
-        assert event["args"] == {"kind": op.kind.value, "chunk": op.chunk, "bytes": op.size, "group": op.group}
+        of_op = {"kind": op.kind.value, "chunk": op.chunk, "part": op.part, "bytes": op.size, "group": op.group}
+        assert event["args"] == of_op
     gather = next(event for event in complete if event["name"] == "all_gather of chunk 0")
     assert gather["ts"] == pytest.approx(4000) and gather["dur"] == pytest.approx(2000)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_moe_opt.planning.predicting.simulator import simulate
-from megatron_moe_opt.schedules.mpmoe import NONE, PartitionRows, RowBytes, by_rows, forward
+from megatron_moe_opt.schedules.memory_reuse import NONE
+from megatron_moe_opt.schedules.mpmoe import by_rows, forward
+from megatron_moe_opt.schedules.partition_rows import PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, OF_EXPERTS, Kind
 from tools.predictions.compositions import tables
 
