@@ -146,9 +146,9 @@ def check_routed(row_map: RowMap, counts_E: torch.Tensor) -> None:
     routed = int(counts_E.sum())
     if routed < row_map.num_rows:
         raise RuntimeError(
-            f"{routed} rows of {row_map.num_tokens} tokens were routed where --moe-router-topk gives {row_map.num_rows}: "
-            "Transformer Engine's router (--moe-router-fusion) gives a token of NaNs fewer experts. Look for where NaNs "
-            "come from (--check-for-nan-in-loss-and-grad), or drop --moe-router-fusion"
+            f"{routed} rows of {row_map.num_tokens} tokens were routed where --moe-router-topk gives "
+            f"{row_map.num_rows}: Transformer Engine's router (--moe-router-fusion) gives a token of NaNs fewer. Look "
+            "for where NaNs come from (--check-for-nan-in-loss-and-grad), or drop --moe-router-fusion"
         )
 
 

@@ -78,7 +78,7 @@ def _layer(hidden: int, ffn: int, experts: int, topk: int, ep: int, expert_tp: i
 
 
 SHAPES = (
-    Shape(Links("50mbit", "400mbit", 1), _layer(128, 1920, 8, 4, ep=2), (768, 896, 1024, 1280)),
+    Shape(Links("50mbit", "400mbit", 1), _layer(128, 1664, 8, 4, ep=2), (1024, 1152, 1280, 1536)),
     Shape(Links("50mbit", "400mbit", 2), _layer(128, 896, 8, 4, ep=2, expert_tp=2), (320, 384, 448, 512)),
     Shape(Links("50mbit", "400mbit", 2), _layer(128, 1024, 8, 4, ep=4), (384, 448, 512, 640)),
     Shape(Links("50mbit", "400mbit", 2), _layer(192, 768, 8, 2, ep=2, expert_tp=2), (256, 320, 384, 512)),
