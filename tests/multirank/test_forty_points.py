@@ -11,7 +11,8 @@ from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, INSIDE
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.multirank.test_timed_papers import described, on_two_nodes
 from tools.bench import forty_points
-from tools.bench.forty_points import IN_PARTITIONS, POINTS, SHAPES, Found, Judged
+from tools.bench.forty_points import IN_PARTITIONS, POINTS, SHAPES
+from tools.bench.judged_points import Found, Judged
 from tools.bench.netbox_runs import file_of, found_at, time_points
 
 

@@ -19,17 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from tools.bench.forty_points import (
-    IN_PARTITIONS,
-    POINTS,
-    SHAPES,
+from tools.bench.forty_points import IN_PARTITIONS, POINTS, SHAPES, Point, partitions_by_profile
+from tools.bench.judged_points import (
     PartitionsFound,
     PartitionsJudged,
-    Point,
     judged_by_shape,
     off_by,
     part,
-    partitions_by_profile,
     row_of_partitions,
     table_of_partitions,
 )
