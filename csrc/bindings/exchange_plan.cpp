@@ -72,8 +72,8 @@ py::tuple share_out(const Input<"counts">& of_ranks, const Input<"tp_ranks">& of
   check(tp_size >= 1 && tp_size <= kMostChunks, tp_size, " TP ranks: give a number from 1 to ", kMostChunks);
   check(partitions >= 1 && bounded_product(partitions, tp_size) <= kMostChunks, partitions, " partitions for ", tp_size,
         " TP ranks: give 1 to ", kMostChunks, " for all of them");
-  check(bounded_product(counts.numel(), partitions) <= kMostBlocks, partitions, " partitions of counts of shape ", counts.sizes(), " are more than ",
-        kMostBlocks, " numbers");
+  check(bounded_product(counts.numel(), partitions) <= kMostBlocks, partitions, " partitions of counts of shape ",
+        counts.sizes(), " are more than ", kMostBlocks, " numbers");
   Tensor sent = at::empty({partitions, of_rank.ep_size, of_rank.etp_size, counts.size(2)}, counts.options());
   const planning::Shares shares = planning::share_out(of_rank, tp_ranks.const_data_ptr<int64_t>(), tp_size, partitions,
                                                       sent.mutable_data_ptr<int64_t>());
