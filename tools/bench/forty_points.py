@@ -38,7 +38,7 @@ from tools.bench.netbox_runs import Links, run
 PROFILE_SECONDS = 45.0
 ROUTINGS = ("uniform", "zipf")
 STEPS, WARMUP = 4, 1
-IN_PARTITIONS = tuple(f"mpmoe:{count}:{HOPS}" for count in PARTITIONS)
+WHOLE, *_ = IN_PARTITIONS = tuple(f"mpmoe:{count}:{HOPS}" for count in PARTITIONS)
 """Variants of which the profile alone chooses the number of partitions."""
 
 
@@ -66,7 +66,7 @@ def _layer(hidden: int, ffn: int, experts: int, topk: int, ep: int, expert_tp: i
 
 
 SHAPES = (
-    Shape(Links("50mbit", "400mbit", 1), _layer(128, 1920, 8, 4, ep=2), (1152, 1280, 1408, 1536)),
+    Shape(Links("50mbit", "400mbit", 1), _layer(128, 1536, 8, 4, ep=2), (768, 896, 1024, 1280)),
     Shape(Links("50mbit", "400mbit", 2), _layer(128, 896, 8, 4, ep=2, expert_tp=2), (320, 384, 448, 512)),
     Shape(Links("50mbit", "400mbit", 2), _layer(128, 1024, 8, 4, ep=4), (384, 448, 512, 640)),
     Shape(Links("50mbit", "400mbit", 2), _layer(192, 768, 8, 2, ep=2, expert_tp=2), (256, 320, 384, 512)),
@@ -128,11 +128,12 @@ def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
         by_plan, by_trials = measure(settings, one.ep, cluster, [point.tokens], chooser, device)
         balance = routing_balance(settings, one.ep, device)
         alone, processors = alone_and_processors(settings, by_trials.best, device)
-        wire, inside = seconds_of_links(settings, IN_PARTITIONS[0], cluster, device)
+        wire, inside = seconds_of_links(settings, WHOLE, cluster, device)
+        experts = seconds_of_experts(settings, WHOLE, device)
     workload = workload_of(settings, one.ep, balance, workers)
     return Found(
         by_trials.rounds, *partitions_by_profile(workload, cluster), by_trials.chosen, by_plan.chosen,
-        by_plan.predicted, wire, inside, seconds_of_experts(workload, cluster), alone, processors,
+        by_plan.predicted, wire, inside, experts, alone, processors,
     )  # fmt: skip
 
 

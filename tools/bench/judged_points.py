@@ -50,7 +50,7 @@ class Found(PartitionsFound):
     inside: float
     """The same of its bytes inside the node."""
     experts: float
-    """Seconds that the planner predicts for experts, and for work on rows on the rank."""
+    """Seconds that the experts of the slowest rank take, measured where nothing else runs meanwhile."""
     alone: float
     """Seconds of a step of the fastest variant between steps of its own, whose buffers are warm."""
     processors: float

@@ -12,10 +12,7 @@ from megatron_moe_opt.cli.bench.link_rates import LinkRates, wire_limit
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, INSIDE, best_rate
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from megatron_moe_opt.planning.planner import candidates
-from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
-from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.schedules.schedule import OF_EXPERTS, Kind
 
 STEPS_ALONE, WARM_STEPS = 8, 2
 
@@ -47,11 +44,22 @@ def alone_and_processors(settings: LayerSettings, variant: str, device: Any) -> 
     return statistics.median(seconds), statistics.median(busy)
 
 
-def seconds_of_experts(work: LayerWorkload, cluster: Cluster) -> float:
-    """Returns the seconds that the planner predicts for whole batches of experts and for work on rows on the rank."""
-    found, _ = candidates(work, cluster)
-    terms = next(one for one in found if one.variant == ALLTOALL).terms
-    return terms["experts"] + terms["rows on the rank"]
+def seconds_of_experts(settings: LayerSettings, variant: str, device: Any) -> float:
+    """Returns the seconds of the experts' ops, forward and backward, in a step under a variant: the median of steps, of
+    the slowest rank. In one partition nothing else runs meanwhile. A collective call over the world.
+    """
+    import torch.distributed as dist
+
+    from megatron_moe_opt.integration.measuring.timing import slowest
+    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
+
+    layer, seconds = layer_under_test(settings, variant, settings.ep_size(dist.get_world_size()), device), []
+    for step in range(WARM_STEPS + STEPS_ALONE):
+        timelines, _ = layer.observed_step()
+        spans = [span for timeline in timelines for span in timeline.spans if span.op.kind in OF_EXPERTS]
+        if step >= WARM_STEPS:
+            seconds += slowest([sum(span.end - span.start for span in spans)], device)
+    return statistics.median(seconds)
 
 
 def seconds_of_links(settings: LayerSettings, variant: str, cluster: Cluster, device: Any) -> tuple[float, float]:
