@@ -13,9 +13,10 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.predicting.hops import HopSeconds, hop_passes
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.mpmoe import no_hops
 from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions
-from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
+from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction, Refusal
 from megatron_moe_opt.schedules.monta import CHUNK_COUNTS, EP, even_chunks
 from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, ROWS, SHARED_ROWS
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
@@ -188,9 +189,13 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
         schedules = [replace(schedule, ops=tuple(map(placed, schedule.ops))) for schedule in at_home]
         ops = (*alone, *(op for schedule in at_home for op in schedule.ops))
         inside = sum(layer.links.sent(op)[1] for op in ops if op.kind in COLLECTIVES)
-        return replace(layer.prediction(variant, schedules, alone, **how), intra_bytes=inside)
+        found = layer.prediction(variant, schedules, alone, **how)
+        held, activations = HeldMore(of_pass=normalised), found.activation_bytes + normalised
+        return replace(found, intra_bytes=inside, activation_bytes=activations, held_more=held)
 
     alone = _residuals(layer)
+    # What norms at the experts take, which they keep besides what the experts do.
+    normalised = 0 if _moves_apart(one) else one.rows * one.etp * one.row_bytes
     out, back, *backward = layer.passes
     lanes = out.exchanged - backward[0].exchanged
     back = replace(back, exchanged=back.exchanged + lanes)  # behind each row, which token of its sample it is
@@ -224,10 +229,14 @@ def _residuals(layer: LayerOnCluster) -> list[Op]:
     gathered over TP, as at the edge.
     """
     one = layer.workload
-    rounded = one.outbound_bytes != one.row_bytes or one.homebound_bytes != one.row_bytes
     moved = Op(Kind.ALL_TO_ALL, Lane.INTER, size=-(-one.tokens // one.tp) * one.row_bytes, group=EP)
-    apart = [moved] * (2 * ((rounded or one.tp > 1) and one.ep > 1))
+    apart = [moved] * (2 * (_moves_apart(one) and one.ep > 1))
     return [*layer.edge, *layer.edge[:1], *apart]  # the residual's gradient is gathered, too
+
+
+def _moves_apart(one: LayerWorkload) -> bool:
+    """Whether residuals move by themselves: rows are rounded, or all TP ranks hold all tokens."""
+    return one.outbound_bytes != one.row_bytes or one.homebound_bytes != one.row_bytes or one.tp > 1
 
 
 def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:

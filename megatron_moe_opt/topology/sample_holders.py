@@ -78,8 +78,11 @@ class SampleHolders:
 
     @property
     def device_node(self) -> np.ndarray:
-        """Returns the node of each device, [J]; of its first rank, should it have several."""
-        return self.rank_node[np.unique(self.rank_device, return_index=True)[1]]
+        """Returns the node of each device, [J], counted among those of devices; should a device lie on several, that of
+        its first rank.
+        """
+        nodes = self.rank_node[np.unique(self.rank_device, return_index=True)[1]]
+        return np.unique(nodes, return_inverse=True)[1]
 
     @property
     def ep_device(self) -> np.ndarray:

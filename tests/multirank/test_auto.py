@@ -236,6 +236,38 @@ def test_trains_like_stock_while_samples_move_and_after(ranks, tmp_path, world, 
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
 
 
+def train_beside_a_hook(file: Path) -> tuple[list[float], dict[str, Any]]:
+    """Returns the losses under stock, and what `auto` does, where somebody's hook halves what MoE layers return."""
+    from tests.ranks import gpt as models
+
+    build = models.gpt
+
+    def gpt(**config: Any) -> models.Gpt:
+        model = build(**config)
+        for layer in model.model.modules():
+            if hasattr(layer, "token_dispatcher"):
+                layer.register_forward_hook(lambda _, inputs, outputs: (outputs[0] / 2, outputs[1]))
+        return model
+
+    run = {"steps": 9, "sizes": {"ep": 4}} | SEQ_AUX
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "gpt", gpt)
+        stock = train(options=None, **run)
+        auto = train(
+            options=Options(profile=file), seconds=FasterWithMoves(), savings=(0.3,), most_steps=6, at_first=2,
+            moe_token_dispatcher_type="auto", **run,
+        )  # fmt: skip
+    return stock["losses"], auto
+
+
+def test_samples_stay_where_a_hook_of_others_would_see_another_tensor(ranks, profile):
+    """It is there from the first step on, which is the only one that is looked at."""
+    for stock, auto in ranks.run(train_beside_a_hook, file=profile):
+        assert "would not follow samples that move" in auto["netmoe"] and "test_auto" in auto["netmoe"]
+        assert auto["settled"] and not any(name.startswith("netmoe") for name in auto["tried"])
+        assert auto["losses"] == pytest.approx(stock, rel=1e-5)
+
+
 def train_with_a_flex_of_its_own(file: Path, fastest: str, fails_on: int | None = None) -> dict[str, Any]:
     """`flex` runs over a stand-in, which is stock's `alltoall` with a buffer that Megatron keeps for the process.
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.runtime.travelling_experts.step_passes import step_of
 from tests.multirank.test_expert_migration import ALL_ENTRIES, gathers_of, hidden_states, layers, options_of, relative
 from tests.ranks.pool import RankPool
 from tests.ranks.training import losses
@@ -168,12 +169,12 @@ def sent_at_the_begin_of_a_step(**settings: Any) -> None:
                 assert not any(map(torch.equal, before, model.model.parameters()))
                 migrated = [layer.token_dispatcher.dispatcher.migrated for layer in layers]
                 assert [one.news()[0].item() for one in migrated] == [1, 1]
-                rounds = [one.round for one in migrated]
+                begun = migrated[0].communicator.round
                 model.optimizer.zero_grad()
                 assert [one.news()[0].item() for one in migrated] == [0, 0]
-                assert [one.round for one in migrated] == [one + 1 for one in rounds]
+                assert [one.round for one in migrated] == [begun + 1] * 2
                 model.optimizer.zero_grad()
-                assert [one.round for one in migrated] == [one + 1 for one in rounds]  # once
+                assert [one.round for one in migrated] == [begun + 1] * 2  # once
     finally:
         megatron_moe_opt.register()
 
@@ -361,6 +362,39 @@ def straight_through() -> None:
 
 def test_gradients_go_straight_through(ranks):
     ranks.run(straight_through)
+
+
+def experts_of_passes() -> list[list[torch.Tensor]]:
+    """Returns, of each of two layers, the experts that its forward passes of a step and their repetitions use."""
+    from megatron.core.tensor_parallel import checkpoint
+
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        _, ours = layers(2, (4,), levels=(4,), compression_ratio=8.0, **SHARED_EXPERT)
+        used: list[list[torch.Tensor]] = [[], []]
+        for layer, of_layer in zip(ours, used, strict=True):
+            migrated = layer.token_dispatcher.dispatcher.migrated
+
+            def noted(gathered=migrated.gathered, of_layer=of_layer) -> torch.Tensor:
+                of_layer.append(gathered().clone())
+                return gathered()
+
+            migrated.gathered = noted
+        with step_of(2):
+            for number in range(2):
+                rows = hidden_states(number).requires_grad_()
+                for layer in ours:
+                    rows = checkpoint(lambda rows, layer=layer: layer(rows)[0], False, rows)
+                rows.square().sum().backward()
+        return used
+
+
+def test_a_pass_of_the_first_step_is_recomputed_with_the_experts_that_it_had(ranks):
+    """Each layer finds in its first pass that its experts have changed; no other layer sends its own again for that."""
+    for used in ranks.run(experts_of_passes):
+        for forward, again, later, later_again in used:
+            assert torch.equal(forward, again) and torch.equal(later, later_again)
 
 
 def states() -> None:

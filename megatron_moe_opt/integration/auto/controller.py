@@ -63,6 +63,7 @@ from megatron_moe_opt.integration.auto.stock_variants import (
     missing_package,
     needs_as_many_tokens,
     release_buffers,
+    stock_refusal,
 )
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.layer_passes import number_of
@@ -80,7 +81,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.row_format import SAME
 from megatron_moe_opt.runtime.engine.collectives import device_of
-from megatron_moe_opt.systems import moves_samples, system_of
+from megatron_moe_opt.systems import moves_samples
 from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS
 from megatron_moe_opt.topology.agreement import found_by_first, known_to_all, largest_of_ranks
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
@@ -326,7 +327,8 @@ class Controller:
 
     def _is_refused(self, config: Any, variant: str) -> bool:
         """Whether a layer of another configuration, of a second model, cannot run what is tried in all."""
-        return config is not self.config and system_of(variant) is not None and refusal(config, variant) is not None
+        why_not = stock_refusal if is_stock_variant(variant) else refusal
+        return config is not self.config and why_not(config, variant) is not None
 
     def _use(self, variant: str, layers: Sequence[PlannedLayer]) -> None:
         for layer in layers:

@@ -54,7 +54,10 @@ def stock_variants(
     backends = [one for one in flex_backends() if one != NCCL_EP]
     variants = [ALLGATHER, *(f"{FLEX}:{one}" for one in backends if missing_for_flex(one) is None)]
     reasons = [
-        (variant, _refusal(config, variant) or _unlike(config, variant, *tokens) or _too_large(variant, layers, spare))
+        (
+            variant,
+            stock_refusal(config, variant) or _unlike(config, variant, *tokens) or _too_large(variant, layers, spare),
+        )
         for variant in variants
     ]
     reasons += [(f"{FLEX}:{one}", broken) for one in backends if (broken := broken_for_flex(one)) is not None]
@@ -160,7 +163,7 @@ def _named(config: Any, variant: str) -> Any:
     return named
 
 
-def _refusal(config: Any, variant: str) -> str | None:
+def stock_refusal(config: Any, variant: str) -> str | None:
     """Returns why this configuration cannot run a variant, or not as the same function; None: it can."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 

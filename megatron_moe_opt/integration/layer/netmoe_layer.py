@@ -50,6 +50,8 @@ def _linking(stock_init: Callable[..., None], self: Any, *args: Any, **kwargs: A
     for layer in self.layers:
         if (moe := getattr(layer, "mlp", None)) is not None:
             _blocks[moe] = weakref.ref(self)
+    for seen in tuple(_seeing):
+        seen.watch()
     _link(self)
 
 
@@ -98,6 +100,8 @@ def placement_of(layer: Any) -> LayerPlacement | None:
 
 _blocks: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """The transformer block that each MoE layer is in."""
+_seeing: weakref.WeakSet[PassesSeen] = weakref.WeakSet()
+"""Those that see passes, of blocks that may be built later."""
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 """Transformer layers whose samples can move, and blocks that begin passes for them."""
 
@@ -220,7 +224,7 @@ def _let_samples_move(layer: Any) -> None:
 
     def handing_over(packed: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal is_handed_over
-        if balances and hidden_states.size(1) > 1:
+        if balances and hidden_states.size(1) > 1 and not placement_of(layer).order.stays_home:
             say_once("netmoe", "aux_loss", lambda: _AUX_LOSS)
         residual = _as_experts_take_it(layer, hidden_states, packed)
         residual = split_over_tp(residual, moe.tp_group) if replicated else residual
@@ -279,18 +283,32 @@ class PassesSeen:
     """The training passes of the blocks that MoE layers are in, under any dispatcher: could samples move in them?"""
 
     def __init__(self, moe_layers: Iterable[Any]) -> None:
-        self._blocks = _blocks_of(moe_layers)
-        self._handles = [block.register_forward_pre_hook(self._see, with_kwargs=True) for block in self._blocks]
+        """
+        Args:
+            moe_layers: whose block may be still being built: it is known when it is done.
+        """
+        self._moe_layers = tuple(moe_layers)
+        self._handles: dict[Any, Any] = {}
+        """The hook on each block."""
         self._what: str | None = None
+        _seeing.add(self)
+        self.watch()
+
+    def watch(self) -> None:
+        """Sees the passes of all blocks that are known by now."""
+        for block in _blocks_of(self._moe_layers):
+            if block not in self._handles:
+                self._handles[block] = block.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def take(self) -> str | None:
         """Returns what was there that would not follow samples which move, in words, and looks no more; None: nothing.
 
         Hooks of others count: one may change what it sees, which under `netmoe` is another tensor.
         """
-        for handle in self._handles:
+        _seeing.discard(self)
+        for handle in self._handles.values():
             handle.remove()
-        hooks = (_reads_samples(hooks_of_others(block.layers, "layers"), stays_home=True) for block in self._blocks)
+        hooks = (_reads_samples(hooks_of_others(block.layers, "layers"), stays_home=True) for block in self._handles)
         return self._what or next((what for what in hooks if what is not None), None)
 
     def _see(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -316,7 +334,7 @@ class _Begin:
         if self._hooks is None:
             self._hooks = hooks_of_others(block.layers, "layers")
         what = _of_samples(block, given) or _reads_samples(self._hooks, order.stays_home)
-        if what is None:
+        if what is None and not (order.stays_home and _balances_samples(block, given)):
             order.begin(self.masks.unlike(given.get("attention_mask")))
         elif order.stays_home:
             order.begin(True)
@@ -325,6 +343,13 @@ class _Begin:
                 f"--moe-token-dispatcher-type netmoe moves samples between ranks, and {what} would not follow: use "
                 "monta"
             )
+
+
+def _balances_samples(block: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a pass of a block has an auxiliary loss of the samples that share a rank, and several there."""
+    hidden_states = given.get("hidden_states") if block.pre_process else block.input_tensor
+    routers = (layer.mlp.router for layer in block.layers if placement_of(layer) is not None)
+    return hidden_states.size(1) > 1 and any(map(balances_ranks, routers))
 
 
 _OF_SAMPLES = {

@@ -151,12 +151,15 @@ class MigratedExperts:
             self.send()
         else:
             communicator.residents.use(self._arrived)
-        for layer, missing in zip(self._following, gone, strict=False):
+        step, following = current_step(), zip(self._following, gone, strict=False)
+        for layer, missing in () if is_recomputing() else following:  # which goes the other way
             if missing:
                 continue
-            if layer.round < communicator.round:
+            # The first passes of several layers may each find changes. What has been sent in this step is as it is: a
+            # pass that is recomputed needs what it had.
+            if layer.round < communicator.round and (step is None or not step.has_begun(layer)):
                 layer.send()
-            elif not is_recomputing():  # which goes the other way
+            else:
                 communicator.residents.use(layer._arrived)
         before = zip(self._preceding, gone[communicator.ahead :], strict=False)
         self._back = [self._arrived, *(layer._arrived for layer, missing in before if not missing)]

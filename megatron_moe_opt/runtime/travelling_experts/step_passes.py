@@ -49,6 +49,10 @@ class StepPasses:
         self._begun.add(layer)
         return is_first
 
+    def has_begun(self, layer: Deferring) -> bool:
+        """Whether a layer has had its first forward pass, or is in it."""
+        return layer in self._begun
+
     def defers(self, layer: Deferring, limit: int | None) -> bool:
         """Whether the gradients of a layer's present backward pass wait for a later one. To be asked once a pass.
 

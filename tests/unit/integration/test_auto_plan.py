@@ -419,18 +419,19 @@ def test_a_step_that_the_optimizer_skips_counts_for_nothing(timed):
 def test_a_layer_of_another_model_runs_what_trains_where_its_own_configuration_refuses_a_variant(
     planned, monkeypatch, tp, in_its_place
 ):
-    """Stock trains no layer under TP without sequence parallelism."""
-    controller, used = planned("monta:O2x2", tensor_model_parallel_size=tp), []
+    """Stock, too, which trains no layer under TP without sequence parallelism."""
+    controller, used = planned("monta:O2x2", tensor_model_parallel_size=tp, sequence_parallel=tp > 1), []
     monkeypatch.setattr(controlling, "link", lambda layers: None)
     other = copy.copy(controller.config)
-    other.fp32_residual_connection = True
+    other.fp32_residual_connection, other.sequence_parallel = True, False
     layers = [
         SimpleNamespace(layer=SimpleNamespace(config=config), passes=1, use=used.append)
         for config in (controller.config, other)
     ]
-    for variant in ("netmoe", "monta:O2x2"):
+    for variant in ("netmoe", "monta:O2x2", "alltoall", "allgather"):
         controller._use(variant, layers)
-    assert used == ["netmoe", in_its_place, "monta:O2x2", "monta:O2x2"]
+    of_stock = ["alltoall", in_its_place, "allgather", "allgather" if tp == 1 else in_its_place]
+    assert used == ["netmoe", in_its_place, "monta:O2x2", "monta:O2x2", *of_stock]
 
 
 def test_a_step_that_is_captured_ends_the_run(timed, monkeypatch):

@@ -384,6 +384,7 @@ def test_placement_saves_what_a_trace_says():
         for saving in (0.4, 0.0)
     )
     assert netmoe.seconds < stock.seconds
+    assert netmoe.held_more.of_pass == netmoe.activation_bytes - stock.activation_bytes == 4 * 2048 * 1024 * 4
     rows = 2048 * 1024 * 4
     assert at_home.inter_bytes == (4 * rows + 3 * 2048 * 16) / 2  # all but one pass have lanes behind their rows
     assert netmoe.inter_bytes == pytest.approx(0.6 * at_home.inter_bytes, rel=1e-7)

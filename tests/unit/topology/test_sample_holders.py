@@ -30,6 +30,11 @@ def test_a_tp_group_is_a_device():
     assert found.device_node.tolist() == [0, 1]
 
 
+def test_nodes_are_counted_among_those_of_devices():
+    """A TP or CP group over two nodes is on its first rank's: the solver takes nodes from 0 on, without a gap."""
+    assert holders(2, 1, nodes=("a", "b", "c", "d")).device_node.tolist() == [0, 1]
+
+
 def test_an_expert_that_two_holders_have_in_parts_makes_them_one_device():
     found = holders(1, 2)
     assert found.holder_device.tolist() == [0, 0, 1, 1]
