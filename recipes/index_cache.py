@@ -82,7 +82,7 @@ def make_index_cache(args: argparse.Namespace, build: Callable[[Path], object]) 
         dist.group.WORLD,
     )
     if fresh is not None:
-        build(fresh)
+        check_on_all_ranks(partial(build, fresh))  # all of them: the others read in it what the first one has written
         if reason := fails_on_first_rank(partial(_give_name, fresh, folder)):
             raise ConfigurationError(f"{folder} cannot be written ({reason}): name another folder with {FLAG}")
     return folder

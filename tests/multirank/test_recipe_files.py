@@ -8,6 +8,7 @@ import resource
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -167,6 +168,9 @@ def folder_of_indices(
                 for name in (folder, *([index_cache(args)] if meanwhile == "first" else [])):
                     name.mkdir()
                     (name / f"of {name.name}").touch()
+            else:
+                time.sleep(0.2)
+                assert folder.is_dir()  # still: Megatron has the other ranks read what the first one has written
             if meanwhile == "killed":
                 raise ConfigurationError("killed")
 
