@@ -266,6 +266,11 @@ def kept_at_home() -> tuple[list[bool], float]:
         netmoe_layer._Begin()(block, (), {})
         at_home.append(bool(placement.order.running.unlike))
         probe.remove()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(netmoe_layer, "balances_ranks", lambda router: True)
+            for samples in (1, 2):  # a loss of those that share a rank
+                netmoe_layer._Begin()(block, (), {"hidden_states": torch.zeros(32, samples, 64)})
+                at_home.append(bool(placement.order.running.unlike) == (samples == 2))
         for given in ({"packed_seq_params": 1}, {"extract_layer_indices": {0}}, {}):
             if not given:
                 replay = types.SimpleNamespace(router_replay_action="replay_forward")
