@@ -6,9 +6,9 @@
 Five layouts and shapes, four sizes, even and Zipf-distributed routing; at each, `auto` plans, tries and settles by
 itself, and all that it tried and the two best predicted variants of every system, and of each whose tokens hop, are
 timed in interleaved rounds (tools/bench/choice.py). So is `mpmoe` by hops in 1 to 8 partitions, of which the profile
-alone chooses, too. Rows are short and many, so that an expert gets 128 and more: what a step takes on a CPU however few
-there are (weights read from memory, Python) is small then. Links are so slow that they are what limits on a machine of
-two cores, and not these, which move bytes and compute.
+alone chooses, too. Rows are short and many, so that an expert gets 256 and more in the mean: what a step takes on a CPU
+however few there are (weights read from memory, Python) is small then. Links are so slow that they are what limits on a
+machine of two cores, and not these, which move bytes and compute.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from megatron_moe_opt.cli.bench.link_rates import LinkRates, wire_limit
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, INSIDE, best_rate
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from megatron_moe_opt.schedules.schedule import OF_EXPERTS, Kind
+from megatron_moe_opt.schedules.schedule import Kind, Lane
 
 STEPS_ALONE, WARM_STEPS = 8, 2
 
@@ -53,13 +53,10 @@ def seconds_of_experts(settings: LayerSettings, variant: str, device: Any) -> fl
     from megatron_moe_opt.integration.measuring.timing import slowest
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
 
-    layer, seconds = layer_under_test(settings, variant, settings.ep_size(dist.get_world_size()), device), []
-    for step in range(WARM_STEPS + STEPS_ALONE):
-        timelines, _ = layer.observed_step()
-        spans = [span for timeline in timelines for span in timeline.spans if span.op.kind in OF_EXPERTS]
-        if step >= WARM_STEPS:
-            seconds += slowest([sum(span.end - span.start for span in spans)], device)
-    return statistics.median(seconds)
+    layer = layer_under_test(settings, variant, settings.ep_size(dist.get_world_size()), device)
+    steps = (layer.observed_step()[0] for _ in range(WARM_STEPS + STEPS_ALONE))
+    busy = [sum(timeline.busy(Lane.COMPUTE) for timeline in timelines) for timelines in steps]
+    return statistics.median(slowest(busy[WARM_STEPS:], device))
 
 
 def seconds_of_links(settings: LayerSettings, variant: str, cluster: Cluster, device: Any) -> tuple[float, float]:

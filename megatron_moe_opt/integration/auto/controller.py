@@ -333,8 +333,8 @@ class Controller:
     def _use(self, variant: str, layers: Sequence[PlannedLayer]) -> None:
         for layer in layers:
             # Of a layer that has not run nobody knows whether all its passes have as many tokens.
-            cannot = not layer.passes and needs_as_many_tokens(self.config, variant)
-            cannot = cannot or self._is_refused(layer.layer.config, variant)
+            is_unknown = not layer.passes and needs_as_many_tokens(self.config, variant)
+            cannot = is_unknown or self._is_refused(layer.layer.config, variant)
             layer.use(runs_first(layer.layer.config) if cannot else variant)
         if moves_samples(variant):
             link(layer.layer for layer in layers)
