@@ -107,8 +107,10 @@ class Clock:
         return self.now
 
 
-def measured_in(seconds: float) -> tuple[int, int, float]:
-    """Curves, their points, and the time that measuring has taken by a clock that does not depend on the machine."""
+def measured_in(seconds: float) -> tuple[int, int, float, list[str]]:
+    """Curves, their points, the time that measuring has taken by a clock that does not depend on the machine, and what
+    was measured, in turn.
+    """
     from megatron_moe_opt.integration.measuring import measure, meter, timing
     from tests.ranks.megatron import parallel
 
@@ -118,16 +120,19 @@ def measured_in(seconds: float) -> tuple[int, int, float]:
         patch.setattr(meter, "executor", lambda device: clock)
         for module in (meter, timing):
             patch.setattr(module, "time", clock)
-        sizes = measure.Sizes(64, 96, "fp32", (2, 2))
-        cluster = measure.measure(sizes, seconds, rank_device(), lambda *_: None)
+        sizes, parts = measure.Sizes(64, 96, "fp32", (4,)), []
+        cluster = measure.measure(sizes, seconds, rank_device(), lambda done, of, part: parts.append(part))
     curves = [*cluster.curves.values(), cluster.expert_gemm.points]
-    return len(curves), sum(map(len, curves)), clock.now
+    return len(curves), sum(map(len, curves)), clock.now, parts
 
 
 def test_less_time_means_fewer_points_and_no_more_than_the_time(ranks):
-    (number, least, at_least), *_ = ranks.run(measured_in, seconds=1e-6)
-    (_, fewer, took), *_ = ranks.run(measured_in, seconds=at_least + 1.0)
-    (_, most, _), *_ = ranks.run(measured_in, seconds=1000.0)
+    (number, least, at_least, parts), *_ = ranks.run(measured_in, seconds=1e-6)
+    (_, fewer, took, _), *_ = ranks.run(measured_in, seconds=at_least + 1.0)
+    (_, most, _, _), *_ = ranks.run(measured_in, seconds=1000.0)
+    # EP's exchange last of all moves, under both names.
+    of_ep = parts[: parts.index("experts")][-2:]
+    assert of_ep == ["all_to_all tokens of 4 ranks at level 0 of 4", "all_to_all ep"]
     assert least == 2 * number  # of each, for a curve of one point says nothing of other sizes
     assert least < fewer < most and most > 4 * number
     assert took < 2 * at_least + 1.0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, ONE_RANK
@@ -17,7 +19,6 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane, Op, Schedule
-from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.systems.parm import PARM
 from tests.ranks.devices import rank_device
 
@@ -96,7 +97,7 @@ def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
         (lane, frozenset({beside})) for lane, beside in pairs
     }
     assert all(0 < rate <= 1 for rate in cluster.slowdown.values())
-    assert cluster.overhead >= 0 and min(cluster.expert_overhead) >= 0 and cluster.compute_sharing >= 1
+    assert cluster.overhead >= 0 and cluster.compute_sharing >= 1
     gemm = cluster.expert_gemm
     assert (gemm.hidden, gemm.ffn_hidden) == (64, 32 // world.expert_tp)
     assert [rows for rows, _ in gemm.points] == [rows for rows, _ in gemm.training] == [16, 32]
@@ -304,53 +305,31 @@ def test_saa_is_compared_with_its_collectives_one_after_the_other(ranks):
         assert point.ratios == tuple(aas / saa for aas, saa in zip(point.aas, point.saa, strict=True))
 
 
-def _expert_overhead(
-    hidden: int, longer: float, seconds: float = 1.0, room: float = math.inf
-) -> tuple[list[int], int, tuple[float, float] | None]:
-    """Returns the experts of the layers that it builds, the steps that it runs, and what it finds where each partition
-    is computed so much longer than predicted, and twice that backward.
+def _experts_computed() -> list[int]:
+    """Returns how many experts are computed in one call: of 8 MiB, of 96 MiB with gradients and sums, of 768 MiB, with
+    little room, with none; and of a layer that has one.
     """
-    from types import SimpleNamespace
+    from megatron_moe_opt.integration.measuring import local
+    from megatron_moe_opt.integration.measuring.loads import Rows
 
-    from megatron_moe_opt.integration.measuring import meter, partitions
-    from megatron_moe_opt.integration.measuring import under_test as moe_layer
-    from megatron_moe_opt.runtime.engine import recording
-    from tests.ranks.megatron import parallel
+    built: list[int] = []
 
-    built, steps = [], []
-    predicted = [
-        Timeline.in_turn(kind.value, [(Op(kind, Lane.COMPUTE), curve)] * partitions.COUNT)
-        for kind, curve in ((Kind.COMPUTE, 0.1), (Kind.GRADIENT, 0.2))
-    ]
-
-    def step():
-        steps.append(0.4)
-        for number, timeline in enumerate(predicted, start=1):
-            times = [(span.start, span.end + number * longer) for span in timeline.spans]
-            recording.note(timeline.schedule, times, recording.clock().now())
-
-    def layer_under_test(settings, name, ep, device):
+    def layer_under_test(settings, *_, **__):
         built.append(settings.experts)
-        return SimpleNamespace(step=step, clear_grads=lambda: None)
+        return SimpleNamespace(layer=SimpleNamespace(experts=torch.nn.Identity()))
 
-    cluster = SimpleNamespace(world=World((0, 0, 1, 1), ep=4))
-    with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: sum(steps)))
-        patch.setattr(moe_layer, "layer_under_test", layer_under_test)
-        patch.setattr(partitions, "LayerOnCluster", lambda *_: None)
-        patch.setattr(partitions, "candidate", lambda *_: SimpleNamespace(timelines=predicted))
-        found = partitions.expert_overhead(cluster, 1, hidden, 1024, "fp32", rank_device(), seconds, {}, room)
-    return built, len(steps), found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "layer_under_test", layer_under_test)
+        for hidden, most, room in (
+            (1024, math.inf, math.inf), (16384, math.inf, math.inf), (131072, math.inf, math.inf),
+            (16384, math.inf, 2**29), (16384, math.inf, 0), (1024, 1, math.inf),
+        ):  # fmt: skip
+            rows = Rows(hidden, torch.float32, torch.device("cpu"))
+            experts = local.rank_experts(rows, 1024, most, room, None, {})
+            assert experts.number == built[-1]
+            assert experts.load(rows).is_whole  # many rows may take longer a row than fewer: no disturbance
+    return built
 
 
-def test_what_experts_take_longer_in_partitions_is_measured_with_little_memory_and_time(ranks):
-    # An expert of 8 MiB: four a rank; a step takes 0.4 s of 1.
-    found = ranks.run(_expert_overhead, hidden=1024, longer=0.01)
-    assert found == [([16], 3, (pytest.approx(0.01 / 4), pytest.approx(0.02 / 4)))] * 4
-    # An expert of 128 MiB, four times that with gradients and their sum: two a rank. However little time there is, a
-    # step behind the first.
-    assert ranks.run(_expert_overhead, hidden=16384, longer=-0.01, seconds=0.0) == [([8], 2, (0.0, 0.0))] * 4
-    (built, _, _), *_ = ranks.run(_expert_overhead, hidden=131072, longer=0.0)
-    assert built == [4]  # one a rank at least
-    assert ranks.run(_expert_overhead, hidden=16384, longer=0.0, room=2**29) == [([4], 3, (0.0, 0.0))] * 4
-    assert ranks.run(_expert_overhead, hidden=16384, longer=0.0, room=2**29 - 1) == [([], 0, None)] * 4
+def test_so_many_experts_are_computed_in_one_call_as_there_are_and_have_room():
+    assert _experts_computed() == [4, 2, 1, 1, 1, 1]

@@ -220,7 +220,7 @@ NUMBERS: tuple[Published, ...] = (
             unmet=""
             if count == 8
             else "the described cluster has no cost of a partition but 10 us an op: what more it "
-            "takes is measured (expert_overhead of a profile), and moves the borders up",
+            "takes is measured (the experts' curve of a profile), and moves the borders up",
         )
         for tokens, count in ((4 * K, 2), (16 * K, 4), (32 * K, 8))
     ),

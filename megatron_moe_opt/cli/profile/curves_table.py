@@ -83,10 +83,8 @@ def _add_curve(table: Table, name: str, cells: list[tuple[str, float, str, str, 
 
 
 def _between_ops(cluster: Cluster) -> str:
-    forward, backward = cluster.expert_overhead or (0.0, 0.0)
     return (
-        f"An op of a pipeline takes {cluster.overhead * 1e3:.3f} ms besides, an expert in each call "
-        f"{forward * 1e3:.3f} ms forward and {backward * 1e3:.3f} backward. A rank that computes alone on its node is "
+        f"An op of a pipeline takes {cluster.overhead * 1e3:.3f} ms besides. A rank that computes alone on its node is "
         f"{cluster.compute_sharing:.2f} times as fast as with the others."
     )
 

@@ -65,7 +65,8 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
     # From megatron-core 0.20 on; it pads the rows of each expert. Layers with the operation fuser are not measured.
     if getattr(config, "moe_use_grouped_tensor", False) and not config.use_transformer_engine_op_fuser:
         fused["moe_use_grouped_tensor"] = True
-    sizes = Sizes(layer.hidden, layer.ffn * layer.etp, type_of_rows(config), layer.workers, fused=fused)
+    widths = layer.hidden, layer.ffn * layer.etp
+    sizes = Sizes(*widths, type_of_rows(config), layer.workers, layer.local_experts, fused=fused)
     device = device_of(dist.group.WORLD)
     room = room_beside(device, number := num_domain_groups(sizes.workers))
     if room is not None and room < 0:  # a rank that ran out of memory would leave the others in a collective

@@ -13,6 +13,7 @@ from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
 from megatron_moe_opt.integration.measuring.meter import Load, Sized, SizedPipeline
 from megatron_moe_opt.kernels import ChunkList
+from megatron_moe_opt.planning.costs.cluster import Points
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.exchange_plan import Sharing, plan_exchange, share_out
@@ -241,32 +242,45 @@ def codec(rows: Rows, kind: Kind) -> Load:
     return Load(kind, Lane.COPY, None, sized)
 
 
-def expert_pass(rows: Rows, expert: Experts, number: int, training: bool = False) -> Callable[[], None]:
-    """Returns a forward pass of one expert on so many rows, or with `training` also its backward pass, whose weight
-    gradients are added to those of other partitions. Called as mpmoe calls experts.
-    """
-    sums = [torch.zeros_like(parameter) for parameter in expert.parameters] if training else []
-    tokens, grad = rows.filled(number), rows.filled(number)
-    counts, probs = torch.tensor([number]), torch.ones(number, device=rows.device)
+@dataclass(frozen=True)
+class RankExperts:
+    """Experts of a rank, called as a layer calls them: all in one go, each with as many rows."""
 
-    def add(parameter: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            sums[parameter] += gradient
+    experts: Experts
+    number: int
 
-    def run() -> None:
-        call = ExpertCall(expert, counts, probs, Restore.KEEP, set())
-        call.forward(tokens)
-        if training:
-            call.backward(tokens, grad, add)
+    def passes(self, rows: Rows, of_each: int, training: bool = False) -> Callable[[], None]:
+        """Returns a forward pass on so many rows of each expert, or with `training` also its backward pass, whose
+        weight gradients are added to those of other partitions, in float32. Called as mpmoe calls experts: what the
+        forward pass keeps of one has left the caches when its backward pass comes, as in training.
+        """
+        parameters = self.experts.parameters if training else ()
+        sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
+        tokens, grad = (rows.filled(of_each * self.number) for _ in range(2))
+        counts = torch.full((self.number,), of_each)
+        probs = torch.ones(of_each * self.number, device=rows.device)
 
-    return run
+        def add(parameter: int, gradient: torch.Tensor | None) -> None:
+            if gradient is not None:
+                sums[parameter] += gradient
 
+        def run() -> None:
+            call = ExpertCall(self.experts, counts, probs, Restore.KEEP, set())
+            call.forward(tokens)
+            if training:
+                call.backward(tokens, grad, add)
 
-def expert_gemm(rows: Rows, expert: Experts, training: bool = False) -> Load:
-    """Returns `expert_pass` as an op, sized in rows instead of bytes."""
+        return run
 
-    def sized(number: int) -> Sized:
-        run = expert_pass(rows, expert, number, training)
-        return Sized(number, lambda: steps.call(run))
+    def load(self, rows: Rows, training: bool = False) -> Load:
+        """Returns `passes` as an op, sized in rows of each expert instead of bytes."""
 
-    return Load(Kind.COMPUTE, Lane.COMPUTE, None, sized)
+        def sized(of_each: int) -> Sized:
+            run = self.passes(rows, of_each, training)
+            return Sized(of_each, lambda: steps.call(run))
+
+        return Load(Kind.COMPUTE, Lane.COMPUTE, None, sized, is_whole=True)
+
+    def of_one(self, points: Points) -> Points:
+        """Returns the part of an expert of what `load` takes."""
+        return tuple((of_each, seconds / self.number) for of_each, seconds in points)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
-from megatron_moe_opt.integration.measuring.loads import Rows, expert_pass
+from megatron_moe_opt.integration.measuring.loads import RankExperts, Rows
 from megatron_moe_opt.integration.measuring.meter import Meter
 from megatron_moe_opt.integration.measuring.under_test import layer_under_test, layers_under_test
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Points
@@ -20,6 +20,8 @@ from megatron_moe_opt.topology.nodes import NodeMap
 
 DISPATCHERS = {STOCK: ALLTOALL, OURS: "monta"}
 EXPERTS, TOPK = 8, 2
+MOST_EXPERTS, MOST_BYTES = 4, 2**30
+"""Experts that a rank computes to learn what one takes, and the most bytes that they take there."""
 
 
 def local_work(
@@ -60,26 +62,37 @@ def local_work(
     return {whose: tuple(of) for whose, of in points.items()}
 
 
-def one_expert(rows: Rows, ffn_hidden: int, alone: Any, fused: Mapping[str, bool]) -> Experts:
-    """Returns Megatron's own module with a single expert, in Megatron's groups of one rank, `alone`. Fused: see
-    Sizes.
+def rank_experts(
+    rows: Rows, ffn_hidden: int, most: float, room: float, alone: Any, fused: Mapping[str, bool]
+) -> RankExperts:
+    """Returns Megatron's own module with experts of a rank, in Megatron's groups of one rank, `alone`.
+
+    Args:
+        most: how many at most.
+        room: bytes that they may take with their gradients and sums of these; one expert is made in any case.
+        fused: see Sizes.
     """
-    settings = replace(_settings(rows, 1, ffn_hidden), experts=1, topk=1)
+    of_expert = 2 * rows.hidden * ffn_hidden * (2 * rows.dtype.itemsize + torch.float32.itemsize)
+    number = int(max(1, min(most, MOST_EXPERTS, min(MOST_BYTES, room) // of_expert)))
+    settings = replace(_settings(rows, 1, ffn_hidden), experts=number, topk=1)
     experts = layer_under_test(settings, DISPATCHERS[STOCK], 1, rows.device, alone, **fused).layer.experts
     # No expert is borrowed here: the parameters of other ranks' are none.
-    return Experts(lambda tokens, counts, probs, _: experts(tokens, counts, probs)[0], tuple(experts.parameters()))
+    own = Experts(lambda tokens, counts, probs, _: experts(tokens, counts, probs)[0], tuple(experts.parameters()))
+    return RankExperts(own, number)
 
 
-def compute_sharing(rows: Rows, meter: Meter, expert: Experts, number: int, nodes: NodeMap, seconds: float) -> float:
-    """Returns how much faster an expert computes so many rows on the first rank of each node alone than on all ranks at
-    once.
+def compute_sharing(
+    rows: Rows, meter: Meter, experts: RankExperts, of_each: int, nodes: NodeMap, seconds: float
+) -> float:
+    """Returns how much faster experts compute, each so many rows, on the first rank of each node alone than on all
+    ranks at once.
 
     A collective call over the world, for so many `seconds`.
     """
     first_ranks = {nodes.ranks_of(node)[0] for node in nodes.node_of}
     if len(first_ranks) == len(nodes.node_of):
         return 1.0
-    run, is_first = expert_pass(rows, expert, number), dist.get_rank() in first_ranks
+    run, is_first = experts.passes(rows, of_each), dist.get_rank() in first_ranks
 
     def alone() -> None:
         if is_first:

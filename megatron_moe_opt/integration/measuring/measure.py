@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from megatron_moe_opt.integration.measuring import loads
 from megatron_moe_opt.integration.measuring.domain_moves import domain_groups_of, domain_moves, num_domain_groups
 from megatron_moe_opt.integration.measuring.layer_settings import torch_dtype
 from megatron_moe_opt.integration.measuring.loads import Rows
-from megatron_moe_opt.integration.measuring.local import compute_sharing, local_work, one_expert
+from megatron_moe_opt.integration.measuring.local import compute_sharing, local_work, rank_experts
 from megatron_moe_opt.integration.measuring.megatron_moves import (
     expert_groups,
     groups_of_one_rank,
@@ -24,7 +24,6 @@ from megatron_moe_opt.integration.measuring.megatron_moves import (
     moves_of_groups,
 )
 from megatron_moe_opt.integration.measuring.meter import LEAST_OPS, Busy, Load, Meter
-from megatron_moe_opt.integration.measuring.partitions import expert_overhead
 from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.measuring.undisturbed import undisturbed
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, Points, World
@@ -41,13 +40,15 @@ from megatron_moe_opt.versions import software
 KIB, MIB = 2**10, 2**20
 SIZES = (16 * KIB, *(64 * KIB * 2**power for power in range(11)))  # up to 64 MiB
 LOCAL_SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
-GEMM_ROWS = tuple(16 * 2**power for power in range(13))  # up to 65536
+GEMM_ROWS = tuple(16 * 4**power for power in range(7))  # of each expert, up to 65536
 # Curves end with an op that takes longer: from there on, time grows with the bytes. Those of experts' groups, on which
 # choices rest most, are measured further.
 LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
 EXPERT_GROUPS = ("ep", "expert-tp", JOINT_GROUP)
 SLOWDOWN_SHARES = 3
 """How many shares of the time the measurement of lanes side by side gets."""
+SHARES_OF_EXPERTS = 2
+"""How many shares each pass of experts gets: choices rest on it, and its ops are of several experts."""
 PART_OF_ROOM = 1 / 8
 """The part of the memory that is free on a GPU which one op may take: lanes side by side have one each."""
 NOISE = 0.25
@@ -73,6 +74,8 @@ class Sizes:
     """Type of the rows: fp32 or bf16."""
     workers: tuple[int, ...]
     """The workers of each network level of the expert-parallel groups, whose groups of expert domains are measured."""
+    local_experts: float = math.inf
+    """Experts of a rank: so many are computed in one call, or as many as there is time and memory for."""
     codec: bool = False
     """Whether to measure how experts that travel are encoded and decoded, and their gradients."""
     fused: Mapping[str, bool] = field(default_factory=dict)
@@ -114,6 +117,8 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         experts_travel = world.expert_tp == 1 < world.ep  # those that are cut do not
         moves = domain_moves(rows, domains, sizes.workers, experts_travel) + moves_of_groups(rows, groups, nodes)
         groups |= domains
+        # EP's exchange last, also where it is measured as that of a domain: it gets the time that others have left.
+        moves.sort(key=lambda load: load.kind is Kind.ALL_TO_ALL and groups[load.group].size() == world.ep)
         codec = [loads.codec(rows, kind) for kind in Kind if kind in CODEC and sizes.codec and experts_travel]
         measured = _Measured(meter, seconds, moves, groups, len(codec), room)
         parts = [*(str(load) for load in (*moves, *codec)), *_LAST_PARTS]
@@ -131,28 +136,32 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
             begin()
             of_codec[load.kind, load.group] = measured.curve(load, _fitting(LOCAL_SIZES, _BUFFERS, room), str(load))
         begin()
-        expert = one_expert(rows, ffn_hidden, alone, sizes.fused)
-        experts = [loads.expert_gemm(rows, expert, training) for training in (False, True)]
-        # Of a row in and out, what is between, and their gradients.
-        gemm_rows = _fitting(GEMM_ROWS, 4 * (sizes.hidden + ffn_hidden) * rows.dtype.itemsize, room)
-        passes = "expert", "expert, forward and backward"
-        gemm, training = (measured.curve(one, gemm_rows, name) for one, name in zip(experts, passes, strict=True))
+        of_experts = math.inf if room is None else room * PART_OF_ROOM
+        experts = rank_experts(rows, ffn_hidden, sizes.local_experts, of_experts, alone, sizes.fused)
+        # Of a row of each expert in and out, what is between, and their gradients.
+        of_row = experts.number * 4 * (sizes.hidden + ffn_hidden) * rows.dtype.itemsize
+        gemm_rows = _fitting(GEMM_ROWS, of_row, room)
+        passes = {"experts": False, "experts, forward and backward": True}
+        gemm, training = (
+            measured.curve(experts.load(rows, both), gemm_rows, name, SHARES_OF_EXPERTS)
+            for name, both in passes.items()
+        )
         begin()
         saa = measured.saa(rows)
         begin()
-        slowdown = measured.slowdown(experts[0], gemm)
+        slowdown = measured.slowdown(experts.load(rows), gemm)
         overhead = measured.overhead(rows, slowdown)
         begin()
         local = local_work(rows, meter, LOCAL_SIZES, LONGEST_SECONDS, alone, measured.share(), sizes.fused)
-        number = _near(gemm, BESIDE_SECONDS)[0]
-        sharing = compute_sharing(rows, meter, expert, number, nodes, measured.share())
-        cluster = Cluster(
+        of_each = _near(gemm, BESIDE_SECONDS)[0]
+        sharing = compute_sharing(rows, meter, experts, of_each, nodes, measured.share())
+        return Cluster(
             world=world,
             curves=measured.curves | of_codec,
             slowdown=slowdown,
             overhead=overhead,
             saa=saa,
-            expert_gemm=ExpertGemm(sizes.hidden, ffn_hidden, sizes.dtype, gemm, training),
+            expert_gemm=ExpertGemm(sizes.hidden, ffn_hidden, sizes.dtype, *map(experts.of_one, (gemm, training))),
             compute_sharing=sharing,
             local_work=local,
             gpu_settings=gpu_settings() if device.type == "cuda" else None,
@@ -160,23 +169,9 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
             software=software(),
             warnings=tuple(measured.warnings),
         )
-        begin()
-        if world.ep * world.expert_tp == 1:
-            return cluster  # no partitions
-        of_layer = sizes.hidden, sizes.ffn_hidden, sizes.dtype
-        of_experts = math.inf if room is None else room * PART_OF_ROOM
-        left = measured.seconds_left()
-        besides = expert_overhead(cluster, world.tp, *of_layer, device, left, sizes.fused, of_experts)
-        if besides is None:
-            return replace(cluster, warnings=(*cluster.warnings, _NO_ROOM))
-        return replace(cluster, expert_overhead=besides)
 
 
-_NO_ROOM = (
-    "GPUs have no room for a layer of an expert a rank, by which is measured what experts take longer in a layer: many "
-    "partitions look cheaper than they are"
-)
-_LAST_PARTS = ("expert", "all_to_all beside all_gather", "lanes side by side", "rows on the rank", "partitions")
+_LAST_PARTS = ("experts", "all_to_all beside all_gather", "lanes side by side", "rows on the rank")
 
 
 def room_beside(device: torch.device, communicators: int) -> int | None:
@@ -210,7 +205,7 @@ class _Measured:
     ) -> None:
         """
         Args:
-            others: curves that are measured besides those of the moves, the expert and SAA.
+            others: curves that are measured besides those of the moves, the experts and SAA.
             room: bytes that are free on every rank; None: enough.
         """
         self.curves: dict[tuple[Kind, str | None], Points] = {}
@@ -218,9 +213,11 @@ class _Measured:
         self._meter, self._seconds, self._moves, self._groups = meter, seconds, moves, groups
         self._ranks = {role: tuple(dist.get_process_group_ranks(group)) for role, group in groups.items()}
         self._sizes = _fitting(SIZES, _SIDES, room)
-        # Besides the moves: the expert's two passes, SAA, lanes side by side, which take the time of three curves, the
-        # overhead, rows on the rank, computing alone, and partitions.
-        self._shares_left = len({self._key(load) for load in moves}) + others + 3 + SLOWDOWN_SHARES + 4
+        # Besides the moves: the experts' two passes, lanes side by side, SAA, the overhead, rows on the rank, and
+        # computing alone.
+        self._shares_left = (
+            len({self._key(load) for load in moves}) + others + 2 * SHARES_OF_EXPERTS + SLOWDOWN_SHARES + 4
+        )
         self._known: dict[Hashable, Points] = {}
 
     def add(self, load: Load) -> None:
@@ -234,8 +231,8 @@ class _Measured:
             self._known[key] = self._doubted(str(load), self._meter.curve(load, sizes, self.share(), longest))
         self.curves[load.kind, load.group] = self._known[key]
 
-    def curve(self, load: Load, sizes: Sequence[int], name: str) -> Points:
-        return self._doubted(name, self._meter.curve(load, sizes, self.share(), LONGEST_SECONDS))
+    def curve(self, load: Load, sizes: Sequence[int], name: str, shares: int = 1) -> Points:
+        return self._doubted(name, self._meter.curve(load, sizes, self.share(shares), LONGEST_SECONDS))
 
     def saa(self, rows: Rows) -> Points | None:
         """Returns the curve of Parm's combine_and_gather as a whole; None where it has no all-to-all or nothing to
@@ -249,27 +246,23 @@ class _Measured:
         points = self._meter.pipeline_curve(pipeline, self._sizes, share, LONGEST_SECONDS_OF_EXPERTS)
         return self._doubted("SAA", points)
 
-    def seconds_left(self) -> float:
-        """Returns the seconds that are left to measure for; below 0 where it has taken longer."""
-        return self._seconds - self._meter.elapsed()
-
     def share(self, shares: int = 1) -> float:
         """Returns the seconds that what is measured next may take of the time that is left."""
-        share = self.seconds_left() / self._shares_left * shares
+        share = (self._seconds - self._meter.elapsed()) / self._shares_left * shares
         self._shares_left -= shares
         return share
 
-    def slowdown(self, expert: Load, gemm: Points) -> dict[tuple[Lane, ...], float]:
+    def slowdown(self, experts: Load, gemm: Points) -> dict[tuple[Lane, ...], float]:
         """Returns the rate of each lane while each other one is busy: with the experts' ops, or others in lanes that
         have none; and of the lanes of a pipeline with memory reuse beside its other two. When the time is up, with the
         fewest ops.
 
         Args:
-            expert: what keeps the compute lane busy, and the time that it takes over its size.
+            experts: what keeps the compute lane busy, and the time that it takes over its size.
         """
         by_preference = sorted(self._moves, key=lambda load: load.group in EXPERT_GROUPS)
         loads_of = {load.lane: (load, self.curves[load.kind, load.group]) for load in by_preference}
-        loads_of[Lane.COMPUTE] = expert, gemm
+        loads_of[Lane.COMPUTE] = experts, gemm
         besides_of = {
             lane: [beside for beside in _besides(lane) if loads_of.keys() >= {lane, *beside}] for lane in loads_of
         }

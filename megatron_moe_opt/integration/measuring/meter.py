@@ -62,7 +62,7 @@ class Load:
     group: str | None
     sized: Callable[[int], Sized]
     is_whole: bool = False
-    """Whether training moves all of it in one op, so that large sizes matter, where the pace may be another one."""
+    """Whether training does all of it in one op, so that large sizes matter, where the pace may be another one."""
 
     def __str__(self) -> str:
         return self.kind.value if self.group is None else f"{self.kind.value} {self.group}"

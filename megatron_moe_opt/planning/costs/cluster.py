@@ -27,10 +27,11 @@ MEGATRON_FLAGS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size
 OUR_FLAGS = ("--ep", "--expert-tp", "--tp")
 
 OLDER = (
-    "measured by an older version, without what experts take longer in a layer: many partitions look cheaper than they "
-    "are; measure again"
+    "measured by an older version, whose experts are of calls that follow each other, and not as a layer calls them: "
+    "partitions look cheaper than they are; measure again"
 )
-"""The warning of a file that has a `partition_overhead`."""
+"""The warning of a file with a field that says what experts take longer in a layer, which their curve now has."""
+_OF_OLDER = ("partition_overhead", "expert_overhead")
 
 Points = tuple[tuple[int, float], ...]
 """The points of a curve: (bytes or rows, seconds), by ascending size."""
@@ -92,9 +93,6 @@ class Cluster:
     """The rate, in (0, 1], of an op in a lane while others are busy, all of them, by (lane, beside, ...)."""
     overhead: float = 0.0
     """Seconds that an op of a pipeline takes besides: handing over between lanes, waiting for ranks that come later."""
-    expert_overhead: tuple[float, float] | None = None
-    """Seconds that an expert takes besides its curve each time that a layer calls it, forward and backward: its weights
-    have left the caches since the last time, and their gradients are summed over partitions. None: not measured, 0."""
     saa: Points | None = None
     """The curve of Parm's combine_and_gather, all phases together, without its reorder. Bytes are those
     of the rows that come back to this rank for itself, times expert-TP: what a fused all-to-all of them
@@ -127,22 +125,20 @@ class Cluster:
         """
         root = JsonPlace.root(Path(file))
         root.check_format(FORMAT, VERSION, "moe-opt profile", "measure the cluster")
-        # Of older files, and not read: stock_curves, from when stock's all-to-all was Gloo's own on the host, and
-        # partition_overhead, which was added to a layer's time as if nothing could hide it.
+        # Of older files, and not read: stock_curves, from when stock's all-to-all was Gloo's own on the host.
         top = root.fields(
             "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
-            optional=["expert_overhead", "partition_overhead", "saa", "compute_sharing", "local_work", "stock_curves",
-                      "gpu_settings", "measured_for", "warnings"],
+            optional=[*_OF_OLDER, "saa", "compute_sharing", "local_work", "stock_curves", "gpu_settings",
+                      "measured_for", "warnings"],
         )  # fmt: skip
         warnings = [one.word() for one in top["warnings"].given(JsonPlace.items, ())]
-        if top["partition_overhead"].value is not None:
+        if any(top[name].value is not None for name in _OF_OLDER):
             warnings.append(OLDER)
         return cls(
             world=_world(top["world"]),
             curves=_curves(top["curves"]),
             slowdown=_slowdown(top["slowdown"]),
             overhead=top["overhead"].not_negative(),
-            expert_overhead=top["expert_overhead"].given(_expert_overhead),
             saa=top["saa"].given(_points),
             expert_gemm=top["expert_gemm"].given(_expert_gemm),
             compute_sharing=top["compute_sharing"].given(JsonPlace.positive, 1.0),
@@ -171,7 +167,6 @@ class Cluster:
                 for (lane, *beside), rate in self.slowdown.items()
             ],
             "overhead": self.overhead,
-            "expert_overhead": self.expert_overhead,
             "saa": self.saa,
             "expert_gemm": asdict(self.expert_gemm) if self.expert_gemm else None,
             "compute_sharing": self.compute_sharing,
@@ -309,11 +304,6 @@ def _expert_gemm(place: JsonPlace) -> ExpertGemm:
         _points(fields["points"]),
         fields["training"].given(_points),
     )
-
-
-def _expert_overhead(place: JsonPlace) -> tuple[float, float]:
-    forward, backward = (seconds.not_negative() for seconds in place.items(length=2))
-    return forward, backward
 
 
 def _local_work(place: JsonPlace) -> dict[str, Points]:

@@ -160,8 +160,6 @@ class Costs:
     """The curves by kind of op and role of its group (None for ops that are not collectives)."""
     overhead: float = 0.0
     """Seconds that every op of a pipeline takes besides what its curve says."""
-    besides: Mapping[Kind, float] = field(default_factory=dict)
-    """Seconds that ops of a kind take besides, wherever they are."""
 
     def __call__(self, op: Op) -> float:
         """Returns the seconds of one op of a pipeline. Raises ConfigurationError as `curve` does.
@@ -173,7 +171,7 @@ class Costs:
 
     def alone(self, op: Op) -> float:
         """Returns the seconds of what a layer calls by itself, outside of a pipeline. Raises as `curve` does."""
-        return self.besides.get(op.kind, 0.0) + self.curve(op).seconds(op.size)
+        return self.curve(op).seconds(op.size)
 
     def curve(self, op: Op) -> CostCurve:
         """Returns the curve by which an op of this kind, in this group, is predicted.

@@ -43,6 +43,4 @@ def costs_with_experts(layer: LayerWorkload, cluster: Cluster, holds: int = 1) -
         (Kind.COMPUTE, None): all_experts(gemm.points),
         (Kind.GRADIENT, None): all_experts(gradient),
     }
-    longer = zip((Kind.COMPUTE, Kind.GRADIENT), cluster.expert_overhead or (0.0, 0.0), strict=True)
-    besides = {kind: seconds * num_experts * work for kind, seconds in longer}
-    return Costs({**measured.curves, **experts}, measured.overhead, besides)
+    return Costs({**measured.curves, **experts}, measured.overhead)

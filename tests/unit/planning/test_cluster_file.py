@@ -28,7 +28,6 @@ CLUSTER = Cluster(
         (Lane.INTRA, Lane.COMPUTE, Lane.D2H): 0.5,
     },
     overhead=1e-4,
-    expert_overhead=(2e-3, 3e-3),
     compute_sharing=1.9,
     saa=((65536, 0.004), (1048576, 0.05)),
     expert_gemm=ExpertGemm(4, 8, "fp32", points=((16, 1e-3), (32, 1.5e-3)), training=((16, 3e-3),)),
@@ -107,15 +106,14 @@ def test_a_file_from_before_what_was_added_later(tmp_path):
     file = tmp_path / "cluster.json"
     CLUSTER.save(file)
     content = json.loads(file.read_text())
-    del content["saa"], content["expert_gemm"]["training"], content["expert_overhead"]
+    del content["saa"], content["expert_gemm"]["training"]
     del content["compute_sharing"], content["warnings"], content["curves"][0]["bus"]
     content["slowdown"][0]["beside"] = "intra"  # as it was written when there was always one
     content["stock_curves"] = content["curves"][1:]  # which nothing reads any more
-    content["partition_overhead"] = 0.1  # nor this, but that nothing was measured in its place is said
+    content["expert_overhead"] = [0.1, 0.2]  # nor this, but that the experts' curve is without it is said
     file.write_text(json.dumps(content))
     gemm = replace(CLUSTER.expert_gemm, training=None)
-    older = replace(CLUSTER, saa=None, expert_gemm=gemm, expert_overhead=None, compute_sharing=1.0)
-    older = replace(older, warnings=(OLDER,))
+    older = replace(CLUSTER, saa=None, expert_gemm=gemm, compute_sharing=1.0, warnings=(OLDER,))
     assert Cluster.load(file) == older
 
 
@@ -164,8 +162,6 @@ WRONG = [
     (("saa", 1, 0), 65536, "saa[1][0]: 65536 does not come after 65536: sizes must ascend", None),
     (("saa",), [], "saa: no points: a curve needs at least one", "[]"),
     (("compute_sharing",), 0, "compute_sharing: 0 is not above 0 and finite", "0"),
-    (("expert_overhead", 1), -1e-3, "expert_overhead[1]: -0.001 is not finite and at least 0", "-0.001"),
-    (("expert_overhead",), [1e-3], "expert_overhead: [0.001] is not a list of 2", "[0.001]"),
     (("saa",), 3, "saa: 3 is not a list", "3"),
     (("warnings",), [3], "warnings[0]: 3 is not a string", None),
     (("version",), 2, 'version 2 cannot be read (this megatron-moe-opt reads 1): measure the cluster again', None),

@@ -13,7 +13,6 @@ from megatron_moe_opt.planning.choosing.choice import choices, choose, schedule_
 from megatron_moe_opt.planning.choosing.equal_times import EQUAL_WITHIN
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
-from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
 from megatron_moe_opt.planning.predicting.simulator import simulate
@@ -143,30 +142,6 @@ def test_more_to_hide_means_more_partitions_and_little_means_none():
     assert counts[0] == 1 and counts[-1] > 2 and counts == sorted(counts)
     tight = chosen(10**4, budget=activation_bytes(LAYER, 10**4, 4, "S3")).chosen
     assert tight.variant.count(":") == 2 and tight.parts >= 4
-
-
-def test_what_experts_take_besides_in_each_partition_makes_them_fewer():
-    alone = dataclasses.replace(CLUSTER, slowdown={})
-    without, dear = (chosen(10**5, dataclasses.replace(alone, expert_overhead=one)) for one in ((0, 0), (0.4, 0.6)))
-    assert without.chosen.parts > dear.chosen.parts == 1
-    for one, more in zip(without.among, dear.among, strict=True):
-        if one.variant.count(":") == 1:  # no memory reuse, which calls some again
-            computing, longer = (sum(each.busy(Lane.COMPUTE) for each in of.timelines) for of in (one, more))
-            assert longer - computing == pytest.approx(one.parts * LAYER.local_experts)
-    # Experts that a layer calls once take it once.
-    clusters = (dataclasses.replace(alone, expert_overhead=one) for one in (None, (0.4, 0.6)))
-    once, longer = (LayerOnCluster(LAYER, cluster).seconds_of_experts(64) for cluster in clusters)
-    forward, backward = (more - less for more, less in zip(longer, once, strict=True))
-    assert (forward, backward) == pytest.approx((0.4 * LAYER.local_experts, 0.6 * LAYER.local_experts))
-
-
-def test_links_that_take_longer_hide_it():
-    fast = ExpertGemm(64, 128, "fp32", ((16, 1e-6), (1600, 4e-5)), ((16, 2.5e-6), (1600, 13e-5)))
-    alone = dataclasses.replace(CLUSTER, slowdown={}, expert_gemm=fast)
-    without, dear = (chosen(10**5, dataclasses.replace(alone, expert_overhead=one)) for one in ((0, 0), (1e-4, 2e-4)))
-    longer = {one.variant: more.seconds - one.seconds for one, more in zip(without.among, dear.among, strict=True)}
-    in_all = 3e-4 * LAYER.local_experts
-    assert longer["mpmoe:1"] == pytest.approx(in_all) and longer["mpmoe:8"] < 0.3 * 8 * in_all
 
 
 def test_a_budget_has_to_hold_the_most_rows_that_share_the_choice():

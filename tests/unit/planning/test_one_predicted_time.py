@@ -98,10 +98,6 @@ def test_auto_goes_by_them(case, tmp_path):
 LAYOUTS = {
     "EP 2, expert-TP 4": (LAYER, cluster()),
     "tokens that 4 TP ranks share": (dataclasses.replace(LAYER, tp=4), cluster()),
-    "lanes that disturb each other, and partitions with a price": (
-        LAYER,
-        cluster(expert_overhead=(0.1, 0.2)),
-    ),
     "EP 8 over two levels": migrating(64),
     "placed samples": (dataclasses.replace(LAYER, placement_saving=0.4), cluster()),
     "a capacity": (dataclasses.replace(LAYER, capacity_factor=1.25), cluster()),
