@@ -41,8 +41,8 @@ def solve_placement(cost: Array, capacity: Array | int) -> Array:
             far apart.
     """
     costs = _numbers(cost, "cost")
-    if isinstance(capacity, int):
-        capacity = torch.full(costs.shape[-1:], capacity)
+    if isinstance(capacity, (int, np.integer)):
+        capacity = torch.full(costs.shape[-1:], int(capacity))
     return _like(cost, _C.solve_placement(costs, _indices(capacity, "capacity")))
 
 
@@ -65,8 +65,8 @@ def place_samples(num: Array, expert_device: Array, device_node: Array, capacity
         int64 [I], the device of each sample.
 
     Raises:
-        ValueError: as solve_placement; an index out of range; a count of 2^40 or more; no capacity given where I is not
-            a multiple of J.
+        ValueError: as solve_placement; an index out of range; an integer count of 2^40 or more; no capacity given where
+            I is not a multiple of J.
     """
     places = None if capacity is None else _indices(capacity, "capacity")
     experts, nodes = _indices(expert_device, "expert_device"), _indices(device_node, "device_node")
@@ -77,7 +77,8 @@ def _tensor(values: Array) -> torch.Tensor:
     if isinstance(values, torch.Tensor):
         return values
     array = np.asarray(values)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    is_taken = array.flags.writeable and min(array.strides, default=0) >= 0  # as it is, by PyTorch
+    return torch.from_numpy(array if is_taken else array.copy())
 
 
 def _numbers(values: Array, name: str) -> torch.Tensor:

@@ -26,6 +26,7 @@ from megatron_moe_opt.row_format import SAME
 from megatron_moe_opt.schedules.schedule import Schedule
 from megatron_moe_opt.topology.nodes import NodeMap
 from tests.multirank.test_auto import write_profile
+from tests.multirank.test_expert_order import WrappedRouter
 from tests.multirank.test_netmoe import LAYERS, SHARED, at_random, by_content
 from tests.ranks.training import training_log
 
@@ -274,7 +275,9 @@ def kept_at_home() -> tuple[list[bool], float]:
         for given in ({"packed_seq_params": 1}, {"extract_layer_indices": {0}}, {}):
             if not given:
                 replay = types.SimpleNamespace(router_replay_action="replay_forward")
-                block.layers[0].mlp.router.router_replay = replay
+                moe = block.layers[0].mlp
+                moe.router.router_replay = replay
+                moe.router = WrappedRouter(moe.router)
             netmoe_layer._Begin()(block, (), given)
             at_home.append(bool(placement.order.running.unlike))
         return [*moved, all(at_home)], ((got - expected).norm() / expected.norm()).item()

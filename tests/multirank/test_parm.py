@@ -284,6 +284,37 @@ def test_tp_ranks_that_route_the_same_tokens_differently_say_so_together(ranks, 
         assert message.startswith(f"{flag} {expected} {first} and 3, which hold the same tokens")
 
 
+def with_an_adapter() -> list[str | None]:
+    """What S1 and S2 say of a router around which something of its own is trained; and S1, where that is marked."""
+    import megatron_moe_opt
+    from megatron_moe_opt.errors import ConfigurationError
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from tests.multirank.test_expert_order import WrappedRouter
+    from tests.ranks.megatron import moe_config, parallel
+
+    found: list[str | None] = []
+    for options, is_marked in ((None, False), (S2, False), (None, True)):
+        with parallel(tp=2, ep=2, etp=2):
+            megatron_moe_opt.register(options)
+            layer = build_layer(moe_config(moe_token_dispatcher_type="parm", sequence_parallel=False))
+            megatron_moe_opt.register()
+            layer.router = WrappedRouter(layer.router)
+            layer.router.adapter = torch.nn.Linear(64, 4, bias=False)
+            layer.router.adapter.weight.sequence_parallel = is_marked
+            try:
+                layer(torch.zeros(8, 1, 64))
+            except ConfigurationError as error:
+                found.append(str(error))
+            else:
+                found.append(None)
+    return found
+
+
+def test_what_is_added_to_a_layer_sees_all_tokens_or_is_refused(ranks):
+    for refused, *taken in ranks.run(with_an_adapter):
+        assert refused.startswith("router.adapter.weight was added to a MoE layer") and taken == [None, None]
+
+
 def odd_length() -> None:
     from megatron_moe_opt.errors import ConfigurationError
     from megatron_moe_opt.integration.layer.moe_layer import build_layer

@@ -53,7 +53,7 @@ class Look:
             layer.look()
             self._until_begun.append(before_pass(layer.layer, self._begin))
         if added and self.options.plan is None and refusal(self.config, NETMOE.name) is None:
-            self._routing += [SampleRouting(layer.layer.router) for layer in added]
+            self._routing += [SampleRouting(layer.layer) for layer in added]
             self._passes.append(PassesSeen([layer.layer for layer in added]))
 
     def again(self) -> None:

@@ -34,14 +34,14 @@ MOST_PASSES, MOST_LAYERS = 8, 8
 class SampleRouting:
     """How many tokens of each sample a MoE layer's router sends to each expert, in the first passes."""
 
-    def __init__(self, router: torch.nn.Module) -> None:
-        self.router = router
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
         self.samples = 0
         """The largest number of samples that a pass had."""
         self.is_repeated = False
         """Whether passes were run again for their backward pass."""
         self._passes: list[torch.Tensor] = []
-        self._handle = router.register_forward_hook(self._hear, prepend=True)
+        self._handle = layer.router.register_forward_hook(self._hear, prepend=True)
 
     def take(self) -> np.ndarray:
         """Returns this rank's tokens of each sample for each expert, integers [P, B, E], and listens no more; empty
@@ -78,7 +78,7 @@ def keeps_home(config: Any, routing: Sequence[SampleRouting]) -> str | None:
         return f"{drawn} draws numbers on the rank that has a sample"
     if (scaled := _scaled_together(config)) is not None:
         return f"{scaled} scales a tensor by the samples that share a rank"
-    if any(one.samples > 1 and balances_ranks(one.router) for one in routing):
+    if any(one.samples > 1 and balances_ranks(one.layer) for one in routing):
         return "--moe-router-load-balancing-type aux_loss balances the samples that share a rank"
     recomputes = repeats_moe_layers(config)
     if not recomputes and any(one.is_repeated for one in routing):

@@ -207,9 +207,9 @@ def _holders(groups: Any, tp_cp_group: Any) -> SampleHolders:
     return SampleHolders.of(tp_cp_group, groups)
 
 
-def balances_ranks(router: Any) -> bool:
-    """Whether an auxiliary loss is of the samples that share a rank."""
-    return router.get_aux_loss_coeff("aux_loss") > 0
+def balances_ranks(layer: Any) -> bool:
+    """Whether an auxiliary loss of a MoELayer is of the samples that share a rank."""
+    return router_of(layer).get_aux_loss_coeff("aux_loss") > 0
 
 
 def _let_samples_move(layer: Any) -> None:
@@ -217,7 +217,7 @@ def _let_samples_move(layer: Any) -> None:
     moe = layer.mlp
     after_mlp = _after_mlp()
     forward_mlp, post_mlp, shared_experts = layer._forward_mlp, getattr(layer, after_mlp), moe.shared_experts_compute
-    balances, recomputes = balances_ranks(moe.router), moe.moe_layer_recompute
+    balances, recomputes = balances_ranks(moe), moe.moe_layer_recompute
     replicated = holds_replicated_tokens(moe.config)
     names = tuple(inspect.signature(forward_mlp).parameters)[1:]
     is_handed_over = False
@@ -348,8 +348,8 @@ class _Begin:
 def _balances_samples(block: Any, given: Mapping[str, Any]) -> bool:
     """Whether a pass of a block has an auxiliary loss of the samples that share a rank, and several there."""
     hidden_states = given.get("hidden_states") if block.pre_process else block.input_tensor
-    routers = (layer.mlp.router for layer in block.layers if placement_of(layer) is not None)
-    return hidden_states.size(1) > 1 and any(map(balances_ranks, routers))
+    of_experts = (layer.mlp for layer in block.layers if placement_of(layer) is not None)
+    return hidden_states.size(1) > 1 and any(map(balances_ranks, of_experts))
 
 
 _OF_SAMPLES = {
@@ -424,7 +424,7 @@ def _named(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def _replays_routing(layer: Any) -> bool:
     """Whether a layer's router is told which experts the tokens of this rank go to, or says it."""
-    replay = getattr(getattr(layer.mlp, "router", None), "router_replay", None)
+    replay = getattr(router_of(layer.mlp), "router_replay", None) if hasattr(layer.mlp, "router") else None
     return replay is not None and replay.router_replay_action is not None
 
 

@@ -104,6 +104,7 @@ def take_replicated_tokens(layer: Any) -> None:
     one may take its place between optimizer steps, and go the other way.
     """
     seam, group, of_parts, marked = LayerSeam(layer), layer.tp_group, _linears_of_parts(layer), _marked(layer)
+    built = {name for name, _ in layer.named_parameters()}
     stock_forward = functools.partial(seam.stock(LayerSlot.FORWARD), layer)
     edge: _Edge | None = None
 
@@ -114,12 +115,13 @@ def take_replicated_tokens(layer: Any) -> None:
     ) -> Any:
         nonlocal edge
         _check(hidden_states, layer, of_parts, intermediate_tensors)
-        edge = edge or _Edge(layer, marked)
+        edge = edge or _Edge(layer, marked, built)
         edge.complete_gradients()
         edge.splits_rows = layer.token_dispatcher.take_copies(hidden_states, group)
         with reading_as_sequence_parallel(layer.config):
             if edge.splits_rows:
                 return stock_forward(hidden_states, padding_mask=padding_mask)
+            edge.check_additions()
             if padding_mask is not None:  # [B, S]
                 padding_mask = padding_mask.chunk(group.size(), dim=1)[group.rank()]
             output, bias = stock_forward(split_over_tp(hidden_states, group), padding_mask=padding_mask)
@@ -131,11 +133,12 @@ def take_replicated_tokens(layer: Any) -> None:
 class _Edge:
     """Gradients and losses of what all TP ranks hold; see the top of this file.
 
-    `marked` are the names of parameters that were marked when the layer was built. FSDP leaves others in their places,
-    without marks: FSDP2 while a layer runs, Megatron's where weights are made on the meta device.
+    `built` are the names of the parameters that the layer was built with, `marked` of those that were marked then. FSDP
+    leaves others in their places, without marks: FSDP2 while a layer runs, Megatron's where weights are made on the
+    meta device.
     """
 
-    def __init__(self, layer: Any, marked: set[str]) -> None:
+    def __init__(self, layer: Any, marked: set[str], built: set[str]) -> None:
         self._router, self._group = router_of(layer), layer.tp_group
         self._splits_rows = False
         marked = marked | _marked(layer)
@@ -145,6 +148,12 @@ class _Edge:
             if name in marked
         ]
         """The parameters whose gradients are not completed over TP yet, and whether S2 needs that too."""
+        self._added = [
+            (name, parameter)
+            for name, parameter in layer.named_parameters()
+            if name not in marked | built and not name.startswith("experts.")
+        ]
+        """The parameters of which Megatron does not say what part of the tokens they see, as it does of its own."""
         self.complete_gradients()
         self._stock_groups = self._router.tp_cp_group, self._router.tp_dp_cp_group
         if layer.shared_experts is not None:
@@ -156,6 +165,18 @@ class _Edge:
             if parameter.requires_grad:
                 parameter.register_hook(functools.partial(self._complete, always))
         self._frozen = [one for one in self._frozen if not one[0].requires_grad]
+
+    def check_additions(self) -> None:
+        """Refuses what is trained and was put into the layer after it was built, such as an adapter around the router:
+        it sees a part of the tokens on each TP rank under S1, and nobody would add up its gradients.
+        """
+        for name, parameter in self._added:
+            if parameter.requires_grad:
+                raise ConfigurationError(
+                    f"{name} was added to a MoE layer, and TP ranks without --sequence-parallel would train it on a "
+                    "part of the tokens each: add --sequence-parallel, freeze it, or set its attribute "
+                    "sequence_parallel, by which its gradients are added up"
+                )
 
     @property
     def splits_rows(self) -> bool:

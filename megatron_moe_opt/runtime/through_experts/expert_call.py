@@ -9,7 +9,7 @@ it (saved_middle.py), or not saved at all and recomputed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,7 +159,9 @@ class ExpertCall:
                 which may draw some themselves, do not run again.
         """
         self._check_repeats()
-        experts, probs = self._experts, self._probs.detach().requires_grad_()
+        experts = self._experts
+        # They save what is needed for gradients of both, as in the forward pass.
+        tokens, probs = (one.detach().requires_grad_() for one in (tokens, self._probs))
         states = experts.random_states()
         with self.middle.reading(tokens), self._autocast():
             self.middle.activate(
@@ -192,12 +194,14 @@ class ExpertCall:
         gradients.output = grad_output
         if self._experts.borrowed is not None:
             self._experts.borrow()  # now, on all ranks alike: those that begin with their own experts would ask later
-        inputs = (self._anchor, *self._experts.parameters)
-        with self.middle.reading(tokens), _taking(self._experts.parameters, take) as taken:
+        # Not of those that were frozen since: neither autograd nor Megatron gives them a gradient.
+        trained = {number: one for number, one in enumerate(self._experts.parameters) if one.requires_grad}
+        inputs = (self._anchor, *trained.values())
+        with self.middle.reading(tokens), _taking(trained, take) as taken:
             found = torch.autograd.grad(self._exit, inputs, torch.zeros_like(self._exit), allow_unused=True)[1:]
         self._exit = self._anchor = None
         # PyTorch 2.6 passes over hooks of parameters that a function has saved through hooks.
-        for number, (parameter, gradient) in enumerate(zip(self._experts.parameters, found, strict=True)):
+        for (number, parameter), gradient in zip(trained.items(), found, strict=True):
             is_used = gradient is not None or parameter.data_ptr() in self.middle.used
             if is_used and number not in taken:
                 take(number, gradient)
@@ -227,7 +231,7 @@ class ExpertCall:
             output = self._experts.run(tokens, self._tokens_per_expert, probs, borrowed)
             self._exit = Leave.apply(output, self._gradients)
         if not self._experts.shown.use_only_their_own:
-            _check_leaves(self._exit, self._experts.parameters)
+            _check_leaves(self._exit, self._experts)
             self._experts.shown.use_only_their_own = True
         return output.detach()
 
@@ -279,11 +283,17 @@ def trained_beside(
     return None
 
 
-def _check_leaves(exit_: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-    """Refuses, with ConfigurationError, experts with something trained in their graph that `parameters` does not have:
-    nobody would ask for its gradient.
+def _check_leaves(exit_: torch.Tensor, experts: Experts) -> None:
+    """Refuses, with ConfigurationError, experts with something trained in their graph that is none of their trained
+    parameters: nobody would ask for its gradient.
     """
-    leaf = trained_beside(exit_.grad_fn, parameters)
+    leaf = trained_beside(exit_.grad_fn, experts.parameters)
+    if any(leaf is one for one in experts.constants):
+        raise ConfigurationError(
+            f"--moe-opt-memory-reuse S3 and S4 run experts again, and a parameter of shape {list(leaf.shape)} that was "
+            "frozen in the forward pass is trained by now, and would get no gradient: change what is trained between "
+            "steps, or give --moe-opt-memory-reuse none"
+        )
     if leaf is not None:
         raise ConfigurationError(
             f"--moe-token-dispatcher-type mpmoe: a trained tensor of shape {list(leaf.shape)} takes part in the "
@@ -293,9 +303,9 @@ def _check_leaves(exit_: torch.Tensor, parameters: Sequence[torch.Tensor]) -> No
 
 
 @contextmanager
-def _taking(parameters: Sequence[torch.Tensor], take: TakeGradient) -> Iterator[set[int]]:
-    """Takes gradients of parameters as they arise inside the context. Yields the numbers of the parameters that had one
-    taken.
+def _taking(parameters: Mapping[int, torch.Tensor], take: TakeGradient) -> Iterator[set[int]]:
+    """Takes gradients of parameters, by their numbers, as they arise inside the context. Yields the numbers of the
+    parameters that had one taken.
 
     torch.autograd.grad would hold on to all of them until it returns; it gets stand-ins without memory. Hooks that
     others have put on a parameter are for its whole gradient, and are set aside: they run when autograd gets that.
@@ -308,7 +318,7 @@ def _taking(parameters: Sequence[torch.Tensor], take: TakeGradient) -> Iterator[
         return None if grad is None else grad.new_zeros(()).expand_as(grad)
 
     handles, of_others = [], []
-    for number, parameter in enumerate(parameters):
+    for number, parameter in parameters.items():
         if parameter._backward_hooks:
             of_others.append((parameter._backward_hooks, dict(parameter._backward_hooks)))
             parameter._backward_hooks.clear()

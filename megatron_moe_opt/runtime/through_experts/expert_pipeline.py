@@ -76,7 +76,7 @@ def through_experts(
         wire.rows = _Pass(experts, exchanges, "S4", prob_dtype, call).forward(wire.take_rows())
         return packed, None if call is None else call.take_output()
     pass_ = _Pass(experts, exchanges, strategy, prob_dtype, call)
-    return _ThroughExperts.apply(packed, wire, pass_, None if call is None else call.tokens, *experts.trained)
+    return _ThroughExperts.apply(packed, wire, pass_, None if call is None else call.begin(), *experts.trained)
 
 
 class _ThroughExperts(Function):
@@ -243,7 +243,7 @@ class _Pass:
             return self._move(op, buffers, None, lambda: grads[j])
 
         self._run(moving, bind, grad_combined.device)
-        return grad_packed, [total.value for total in of_parameters]
+        return grad_packed, [total.take() for total in of_parameters]
 
     def hand_over(self) -> list[torch.Tensor]:
         """Returns what backward needs and is in the device's memory, for autograd to save: the pass holds it no longer.
@@ -338,7 +338,7 @@ class _Pass:
         token, shown = self.layouts[INPUTS].at_experts.row_bytes, self.experts.shown
         packed, outputs, gradients, returned = (layout.row_bytes for layout in self.layouts.values())
         row = RowBytes(packed, token, shown.middle_row_bytes, returned, outputs, gradients, shown.activation_row_bytes)
-        shared = 0 if self.shared is None else self.shared.tokens.nbytes
+        shared = 0 if self.shared is None else self.shared.num_bytes
         return [Moved(rows, row, shared) for rows in self.partitions]
 
 
@@ -371,10 +371,12 @@ class _Sum:
         self._parameter, self._adds, self._may_fuse = parameter, partitions > 1, may_fuse
         self._sum: torch.Tensor | None = None
 
-    @property
-    def value(self) -> torch.Tensor | None:
-        """Returns what the partitions have given until now, in the parameter's dtype; None: nothing."""
-        return None if self._sum is None else self._sum.to(self._parameter.dtype)
+    def take(self) -> torch.Tensor | None:
+        """Returns what the partitions have given until now, in the parameter's dtype; None: nothing. It is not held
+        here any longer, so that of many parameters the sums in float32 are gone one by one.
+        """
+        total, self._sum = self._sum, None
+        return None if total is None else total.to(self._parameter.dtype)
 
     def add(self, grad: torch.Tensor | None) -> None:
         """Adds the gradients that one partition has given."""

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.runtime.engine.offload import OffloadedTensor
 from megatron_moe_opt.runtime.through_experts.products import Products
-from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts
+from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts, restore_part
 
 
 @dataclass(eq=False)
@@ -93,6 +93,8 @@ class SavedMiddle:
         """Where tensors of `kept` begin that operations have saved: buffers hold many parameters."""
         self._tokens: torch.Tensor | None = None
         self._blocks: WeakValueDictionary[int, _Block] = WeakValueDictionary()  # by address
+        self._handed_over: list[_Block] = []
+        """Blocks whose memory a caller has. Held here: a graph that is gone by then must not move the others up."""
         self._activations: list[_Activation] = []
         self._running: _Activation | None = None
 
@@ -116,7 +118,8 @@ class SavedMiddle:
             for one in products:
                 first, second = one.module._modules[one.first], one.module._modules[one.second]
                 hooks.enter_context(first.register_forward_hook(self._begin_activation))
-                hooks.enter_context(second.register_forward_pre_hook(self._end_activation))
+                # Before others' hooks: what these make of the activation is not computed again.
+                hooks.enter_context(second.register_forward_pre_hook(self._end_activation, prepend=True))
                 hooks.enter_context(second.register_forward_hook(self._leave_activation))
             yield
         if any(one.blocks for one in self._activations):
@@ -127,15 +130,16 @@ class SavedMiddle:
 
     def hand_over(self) -> list[torch.Tensor]:
         """Returns all tensors that were saved here, which are forgotten: whoever takes them holds them alone."""
-        handed_over = []
-        for block in self._blocks.values():
-            handed_over.append(block.device)
+        self._handed_over = [*self._blocks.values()]
+        tensors = [block.device for block in self._handed_over]
+        for block in self._handed_over:
             block.device = None
-        return handed_over
+        return tensors
 
     def take_back(self, tensors: Iterator[torch.Tensor]) -> None:
         """Takes back what was handed over, in the same order."""
-        for block in self._blocks.values():
+        blocks, self._handed_over = self._handed_over, []
+        for block in blocks:
             block.device = next(tensors)
 
     def forget_activations(self) -> None:
@@ -196,7 +200,7 @@ class SavedMiddle:
     def unpack(self, saved: Any) -> Any:
         """Returns a tensor that was saved; what is none as it is."""
         if not isinstance(saved, _View):
-            return saved if self._borrowed is None else self._borrowed.restore(saved)
+            return restore_part(saved)
         if saved.block is None:
             memory, first = self._tokens, self._tokens.storage_offset()
             if saved.dtype is not memory.dtype:

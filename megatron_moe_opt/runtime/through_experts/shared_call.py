@@ -30,12 +30,20 @@ class SharedCall:
 
     def __init__(self, experts: SharedExperts, tokens: torch.Tensor) -> None:
         trains = torch.is_grad_enabled()
-        needs_graph = trains and experts.is_trained and not tokens.requires_grad
-        self.tokens = tokens.detach().requires_grad_() if needs_graph else tokens
-        """The tokens, which require a gradient where the shared experts do: else autograd would not come by."""
+        self.num_bytes = tokens.nbytes
+        """The bytes of the tokens, which are not held here once the first half has run."""
+        self._is_trained = trains and experts.is_trained
         self._first, self._second = _Half(experts.first, trains), _Half(experts.second, trains)
         self._next: torch.Tensor | None = tokens
         """What the next half takes: tokens and what is made of them, and gradients on the way back."""
+
+    def begin(self) -> torch.Tensor:
+        """Returns what autograd takes for what the call begins with, before it runs: the tokens or, where parameters
+        alone are trained, an empty leaf that requires a gradient, too. Else autograd would not come by.
+        """
+        if self._next.requires_grad or not self._is_trained:
+            return self._next
+        return self._next.new_empty(0).requires_grad_()
 
     def run_first(self) -> None:
         """Runs the first half on the tokens."""

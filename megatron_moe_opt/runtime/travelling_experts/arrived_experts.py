@@ -111,10 +111,6 @@ class BorrowedExperts:
         """Returns what to save for backward in the place of a tensor that is a part of these; None: it is none."""
         return self.arrived.part(tensor)
 
-    def restore(self, saved: Any) -> torch.Tensor:
-        """Returns the tensor in whose place that was saved, or itself."""
-        return restore_part(saved)
-
 
 class Residents:
     """Keeps the experts of other ranks here, at most those of so many layers: those that were used last.

@@ -60,7 +60,7 @@ def test_it_counts_the_tokens_of_each_sample():
             return None, torch.eye(3, dtype=torch.bool)[torch.arange(6) % 3]  # [S * B, E], samples side by side
 
     router = Router()
-    routing = SampleRouting(router)
+    routing = SampleRouting(SimpleNamespace(router=router))
     router.eval()(torch.zeros(3, 2, 4))
     router.train()
     for _ in range(MOST_PASSES + 1):
@@ -95,8 +95,11 @@ CONFIG = {
     ],
 )
 def test_samples_that_would_train_otherwise_elsewhere_stay_at_home(overrides, samples, aux_loss, is_repeated, reason):
-    router = SimpleNamespace(get_aux_loss_coeff=lambda kind: aux_loss if kind == "aux_loss" else 0.0)
-    heard = SimpleNamespace(router=router, samples=samples, is_repeated=is_repeated)
+    router = torch.nn.Identity()
+    router.tp_cp_group = None
+    router.get_aux_loss_coeff = lambda kind: aux_loss if kind == "aux_loss" else 0.0
+    layer = SimpleNamespace(router=torch.nn.Sequential(router))  # something is around it, as LoRA is
+    heard = SimpleNamespace(layer=layer, samples=samples, is_repeated=is_repeated)
     found = keeps_home(SimpleNamespace(**CONFIG | overrides), [heard])
     assert found is None if reason is None else reason in found
 
@@ -107,7 +110,7 @@ def test_a_pass_that_is_run_again_is_noticed_and_not_counted():
             return hidden, torch.ones(6, 3, dtype=torch.bool)
 
     router = Router()
-    routing = SampleRouting(router)
+    routing = SampleRouting(SimpleNamespace(router=router))
     hidden = torch.zeros(3, 2, 4, requires_grad=True)
     torch.utils.checkpoint.checkpoint(lambda one: router(one)[0].exp(), hidden, use_reentrant=False).sum().backward()
     assert routing.is_repeated and len(routing.take()) == 1

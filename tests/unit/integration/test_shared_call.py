@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,20 @@ def test_halves_give_what_the_whole_does_and_leave_nothing_in_the_module(fused):
     found = [call.take_gradient(), *(one.grad for one in shared.parameters())]
     assert tokens.grad is None  # autograd adds to it, as to what came before the tokens
     assert all(torch.equal(*pair) for pair in zip(found, of_whole, strict=True))
+
+
+@pytest.mark.parametrize(("requires_grad", "trains", "numel"), [(True, True, 20), (False, True, 0), (False, False, 20)])
+def test_autograd_comes_by_where_something_is_trained_and_holds_no_tokens_for_it(requires_grad, trains, numel):
+    shared, tokens = Shared(False), torch.randn(5, 4, requires_grad=requires_grad)
+    with torch.set_grad_enabled(trains):
+        call = SharedCall(halves_of(shared), tokens)
+        begin = call.begin()
+    assert begin.numel() == numel and begin.requires_grad == (requires_grad or trains) and call.num_bytes == 80
+    shared.fc1.requires_grad_(False)
+    gone = weakref.ref(tokens)
+    del tokens, begin
+    call.run_first()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("grouped", [False, True])

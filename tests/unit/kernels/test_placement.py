@@ -123,6 +123,7 @@ def test_kinds_of_arguments():
     strided = np.asfortranarray(np.repeat(cost, 2, axis=0))[::2]
     strided.flags.writeable = False
     assert solve_placement(strided, 1).tolist() == expected
+    assert solve_placement(cost[::-1], np.int64(1)).tolist() == expected[::-1]
     assert solve_placement(cost.tolist(), [1, 1, 1]).tolist() == expected
 
 

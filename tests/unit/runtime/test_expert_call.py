@@ -117,6 +117,33 @@ def test_gradients_are_autograds(middle, hands_over, counts):
     handle.remove()
 
 
+def test_what_is_handed_over_comes_back_where_a_graph_beside_is_gone():
+    """As that of a statistic which a hook of somebody's keeps until the next pass."""
+    module, weights = experts()
+    run, kept = module.run, {}
+
+    def keeping(tokens: torch.Tensor, *given: object) -> torch.Tensor:
+        kept["mean"] = (tokens @ weights[0] - 1.0).square().mean()
+        return run(tokens, *given)
+
+    counts, tokens, probs, grad = (
+        torch.tensor((5, 7)),
+        torch.randn(ROWS, HIDDEN),
+        torch.rand(ROWS),
+        torch.randn(ROWS, 8),
+    )
+    expected = torch.autograd.grad(module.run(tokens, counts, probs), weights[:3], grad)
+    module.run = keeping
+    call = ExpertCall(module, counts, probs, Restore.KEEP, addresses_of(weights), hands_over=True)
+    call.forward(tokens)
+    handed_over = call.middle.hand_over()
+    module.run(tokens, counts, probs)  # the pass that runs again
+    call.middle.take_back(iter(handed_over))
+    taken: dict[int, torch.Tensor] = {}
+    call.backward(tokens, grad, taken.__setitem__)
+    assert all(torch.equal(taken[number], one) for number, one in enumerate(expected))
+
+
 @pytest.mark.parametrize("middle", [Restore.KEEP, Restore.OFFLOAD, Restore.RECOMPUTE])
 @pytest.mark.parametrize("way", ["frozen", "leaf", "made of a leaf", "parameter", "made of a parameter"])
 def test_what_is_trained_outside_of_the_experts_is_refused(middle, way):
@@ -172,11 +199,12 @@ def test_gradients_of_partitions_are_summed_in_float32_and_rounded_once(may_fuse
     total = _Sum(parameter, len(parts), may_fuse)
     for part in parts:
         total.add(part)
-    assert torch.equal(total.value, parts.float().sum(0).bfloat16())
+    rounded = total.take()
+    assert torch.equal(rounded, parts.float().sum(0).bfloat16()) and total.take() is None
     one_by_one = parts[0].clone()
     for part in parts[1:]:
         one_by_one += part
-    assert not torch.equal(total.value, one_by_one)
+    assert not torch.equal(rounded, one_by_one)
 
 
 class Product(torch.nn.Module):
