@@ -21,6 +21,7 @@ VERSION = 1
 
 OF_MODEL = ("--hidden-size", "--moe-ffn-hidden-size", "--moe-router-topk")
 """The facts by which a plan is of another model where they differ; where others differ, predictions may not hold."""
+TOKENS = "tokens of a rank"
 
 
 @dataclass(frozen=True)
@@ -133,19 +134,24 @@ class Plan:
                 f"--moe-opt-plan {file} is of a model whose MoE layers are {_ranges(self.layers)}, and this one's are "
                 f"{_ranges(layers)}: make a plan for this model with moe-opt plan"
             )
-        return differences({name: made_for[name] for name in self.made_for}, self.made_for)
+        known = [name for name in self.made_for if name in made_for]
+        return differences({name: made_for[name] for name in known}, {name: self.made_for[name] for name in known})
 
 
-def facts_of_plan(*, hidden: int, ffn: int, topk: int, dtype: str, ranks: int, version: str, overlaps: bool) -> Facts:
+def facts_of_plan(
+    *, hidden: int, ffn: int, topk: int, dtype: str, ranks: int, tokens: int | None, version: str, overlaps: bool
+) -> Facts:
     """Returns what Plan.made_for says of a model and a run, for the one who makes a plan and the one who runs it.
 
     Args:
         ffn: the hidden size of a whole expert.
+        tokens: of a micro-batch that a rank enters a MoE layer with; None: not known.
         version: of this package, whose predictions a plan has.
         overlaps: whether micro-batches overlap.
     """
-    return dict(zip(OF_MODEL, (hidden, ffn, topk), strict=True)) | {
-        TYPE: dtype, RANKS: ranks, "megatron-moe-opt": version, OVERLAP: "given" if overlaps else "not given",
+    of_rank = {} if tokens is None else {TOKENS: tokens}
+    return dict(zip(OF_MODEL, (hidden, ffn, topk), strict=True)) | {TYPE: dtype, RANKS: ranks} | of_rank | {
+        "megatron-moe-opt": version, OVERLAP: "given" if overlaps else "not given",
     }  # fmt: skip
 
 

@@ -18,11 +18,11 @@ from megatron_moe_opt.planning.choosing.equal_times import fewest_of_equal
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction, Refusal
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction, Refusal, nothing_left
 from megatron_moe_opt.planning.training.pipeline import OVERLAP
 from megatron_moe_opt.row_format import Wire
 from megatron_moe_opt.systems import SYSTEMS
-from megatron_moe_opt.systems.system import System
+from megatron_moe_opt.systems.system import PREFIX, System
 from megatron_moe_opt.variants import kind_of
 
 Beside = Callable[[Prediction], Prediction]
@@ -55,7 +55,8 @@ def candidates(
             since it is not known what they hide.
 
     Raises:
-        ConfigurationError: the cluster has no expert measured, or lacks what all candidates need.
+        ConfigurationError: the cluster has no expert measured, or lacks what all candidates need; or all that could run
+            hold more than the budget.
     """
     cluster.check_expert()  # whole layers are compared
     if beside is not None:
@@ -63,6 +64,7 @@ def candidates(
     layer = LayerOnCluster(workload, cluster, below, has_room or (lambda more: True))
     found: list[Prediction] = []
     systems, refused = _asked(beside)
+    too_large: list[Prediction] = []
     asked = [(system.name, system.candidates(layer, system.open_options)) for system in systems]
     for wire in wires:
         narrowed = LayerOnCluster(replace(workload, wire=wire), cluster, below)
@@ -75,14 +77,21 @@ def candidates(
                 elif budget is not None and one.activation_bytes > budget and one.variant != ALLTOALL:
                     reason = f"holds {one.activation_bytes} bytes of activations, more than the budget of {budget}"
                     refused.append(Refusal(one.variant, reason))
+                    too_large.append(one)
                 else:
                     found.append(beside(one) if beside else one)
                     if has_room is not None and has_room(one.held_more):
                         layer.below = min(layer.below, one.seconds * (1 - WINS_BY * (one.variant == ALLTOALL)))
         except ConfigurationError as error:
             refused.append(Refusal(name, str(error)))
+    if too_large and not found:
+        least = min(too_large, key=lambda one: one.activation_bytes)
+        raise ConfigurationError(
+            f"--activation-budget {budget} (in training {PREFIX}activation-budget) is too little: {least.variant} "
+            f"holds least, {least.activation_bytes} bytes of activations; raise it to that, or leave it out"
+        )
     if not found:
-        raise ConfigurationError("; ".join(f"{one.variant}: {one.reason}" for one in refused))
+        raise nothing_left(refused)
     return tuple(sorted(found, key=lambda one: one.seconds)), tuple(refused)
 
 

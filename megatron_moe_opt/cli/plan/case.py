@@ -226,7 +226,9 @@ class Case:
     def _besides(self) -> StepCosts:
         settings, site = self.settings, self.site
         tokens = settings.micro_batch * self.sequence // site.layout.cp
-        return communication(self.model, site.layout, site.cluster, tokens, settings.element_bytes)
+        return communication(
+            self.model, site.layout, site.cluster, tokens, settings.element_bytes, settings.sequence_parallel
+        )
 
     def plan(self) -> Plan:
         """Returns the plan that runs the chosen candidate in all MoE layers, the others as runners-up."""
@@ -234,7 +236,7 @@ class Case:
         layers = range(model.dense_layers + 1, model.layers + 1)  # Megatron counts from 1
         made_for = facts_of_plan(
             hidden=model.hidden, ffn=model.ffn, topk=model.topk, dtype=self.settings.dtype, ranks=layout.world,
-            version=__version__, overlaps=self.settings.overlaps,
+            tokens=self.workload.tokens, version=__version__, overlaps=self.settings.overlaps,
         )  # fmt: skip
         lies = self.expansion
         expansion = lies and {"direction": lies.direction, "reason": lies.reason, "order": lies.chosen.order,

@@ -22,8 +22,8 @@ def plan(
         str,
         typer.Option(
             help="A known one (docs/planning.md lists them), or cluster.json of moe-opt profile. Numbers behind it "
-            "replace its own, as in pcie,op_us=5: tflops and efficiency of a GPU, op_us of an op, and of a known one "
-            "GB/s inter, intra and copy."
+            "replace its own, as in pcie,op_us=5: tflops, efficiency and memory (GiB) of a GPU, op_us of an op, and of "
+            "a known one GB/s inter, intra and copy."
         ),
     ],
     model: Annotated[

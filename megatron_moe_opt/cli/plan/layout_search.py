@@ -123,7 +123,8 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     known to have fewer are not predicted.
 
     Raises:
-        ConfigurationError: nothing fits, and what is needed at least; or several lengths of sequences.
+        ConfigurationError: nothing fits, and what is needed at least; no layout can be planned, and why; or several
+            lengths of sequences.
     """
     check_model(model, Layout())
     sequence, *others = settings.sequences
@@ -162,11 +163,11 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
             f"{min(one.layout.least_sequence for one in of_step)}"
         )
     needed = {one: _least_memory(model, one, sequence, settings.element_bytes) for one in of_step}
-    small = [one for one in of_step if needed[one] <= fits_part(one.overlaps) * known.memory]
+    small = [one for one in of_step if needed[one] <= fits_part(one.overlaps) * settings.memory]
     if not small:
         raise ConfigurationError(
             f"--world {world}: no layout holds the model, a GPU of the smallest would need "
-            f"{min(needed.values()) / GIB:.1f} GiB and has {known.memory / GIB:.1f}: take more GPUs"
+            f"{min(needed.values()) / GIB:.1f} GiB and has {settings.memory / GIB:.1f}: take more GPUs"
         )
     found: list[Case] = []
     overlapping: dict[Hashable, Case] = {}
@@ -216,10 +217,14 @@ def _bounded(settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangeme
     second first.
 
     Layouts whose EP groups lie on the network unevenly are left out: their costs cannot be described.
+
+    Raises:
+        ConfigurationError: all are refused, and the last one why.
     """
     sites: dict[tuple[Layout, bool], Site | None] = {}
     alike: dict[Hashable, Case] = {}
-    found = []
+    found: list[Case] = []
+    refusal: ConfigurationError | None = None
     for one in ones:
         if not one.layout.cuts(settings.sequences[0]):
             continue
@@ -228,14 +233,16 @@ def _bounded(settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangeme
         if groups not in sites:
             try:
                 sites[groups] = site_of(of_layout, model)
-            except ConfigurationError:
-                sites[groups] = None
+            except ConfigurationError as error:
+                sites[groups], refusal = None, error
         site = sites[groups]
         if site is not None:
             of_layer = _of_layer(one.layout, of_layout, model)
             if of_layer not in alike:
                 alike[of_layer] = Case.of(of_layout, model, site, settings.sequences[0], bound_and_stock)
             found.append(replace(alike[of_layer], settings=of_layout, site=replace(site, layout=one.layout)))
+    if refusal is not None and not found:
+        raise refusal
     return sorted(found, key=lambda one: (-_most_tokens(one), not one.settings.overlaps))
 
 

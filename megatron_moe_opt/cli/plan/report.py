@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console, say, say_written, table_of
 from megatron_moe_opt.cli.plan.advice import advice, does_not_fit, expansion_advice, pipeline_of
-from megatron_moe_opt.cli.plan.case import Case
+from megatron_moe_opt.cli.plan.case import Case, fits_part
 from megatron_moe_opt.cli.plan.layout_search import Wanted, layouts_table, search
 from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, site_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
@@ -23,7 +23,7 @@ from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.costs.cluster import EXPERT, OURS, ROW, STOCK, TYPE
 from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
-from megatron_moe_opt.planning.costs.known_clusters import GIB
+from megatron_moe_opt.planning.costs.known_clusters import GIB, KNOWN_CLUSTERS
 from megatron_moe_opt.planning.predicting.baselines import baselines
 from megatron_moe_opt.planning.predicting.layer_on_cluster import EXPERTS, LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
@@ -36,7 +36,7 @@ from megatron_moe_opt.schedules.mpmoe import HOPS
 from megatron_moe_opt.schedules.schedule import CODEC, Kind
 from megatron_moe_opt.schedules.timeline import numbered, one_after_another
 from megatron_moe_opt.systems.system import FLAG, PREFIX
-from megatron_moe_opt.topology.layouts import Layout
+from megatron_moe_opt.topology.layouts import Layout, mixes_expert_gradients
 from megatron_moe_opt.variants import FLEX, split_variant
 
 WIDTH = 100
@@ -103,7 +103,7 @@ def report_plan(
         site = site_of(settings, model)
         cases = [Case.of(settings, model, site, sequence) for sequence in settings.sequences]
     for doubt in _doubts(cases[0]):
-        say(console, f"warning: {settings.cluster}: {doubt}")
+        say(console, f"warning: {doubt}")
     if len(cases) > 1:
         console.print(_choices_table(cases))
         return
@@ -130,24 +130,49 @@ def report_plan(
     say(console, advice(case, stock))
     if case.expansion is not None:
         say(console, expansion_advice(case.expansion))
-    measured = (case.site.cluster.gpu_settings or {}).get(CONNECTIONS, "32")
-    queues = "1, which Megatron demands here" if case.site.cluster.one_queue else measured
     say(
         console,
         "Flags for Megatron-LM, beside the model's own (layers, hidden size, activation, dtype), behind `python -m "
-        f"megatron_moe_opt.launch pretrain_gpt.py`, with CUDA_DEVICE_MAX_CONNECTIONS={queues}:",
+        f"megatron_moe_opt.launch pretrain_gpt.py`, with {CONNECTIONS}={_queues(case)}:",
     )
     say(console, " ".join(megatron_flags(case, output)))
 
 
 def _doubts(case: Case) -> Iterator[str]:
-    """Yields why times may not hold: what the file of the measurements warns of, and that they are of another layer."""
-    cluster = case.site.cluster
-    yield from cluster.warnings
+    """Yields why times may not hold, or a training may not: what the file of the measurements warns of, that they are
+    of another layer, that memory is not known, and a layout in which Megatron sums experts' gradients wrongly.
+    """
+    cluster, file, layout = case.site.cluster, case.settings.cluster, case.site.layout
+    yield from (f"{file}: {warning}" for warning in cluster.warnings)
     here = {ROW: case.model.hidden, EXPERT: case.model.ffn, TYPE: case.settings.dtype}
     others = cluster.made_otherwise(here)
     if others is not None:
-        yield f"measured for another layer, and its times may not hold: {others}"
+        yield f"{file}: measured for another layer, and its times may not hold: {others}"
+    if case.site.memory is None:
+        yield (
+            f"{file}: a profile does not hold the memory of a GPU, and nothing is left out for want of it: give its "
+            f"GiB, as in --cluster {file},memory=80"
+        )
+    if mixes_expert_gradients(layout.tp, layout.ep, layout.expert_tp):
+        yield (
+            f"--expert-tp {layout.expert_tp} beside --tp {layout.tp} at --ep 1: Megatron before 0.19 sums experts' "
+            f"gradients over ranks that do not hold the same experts: set --expert-tp {layout.tp}, raise --ep, or "
+            "train with megatron-core 0.19"
+        )
+
+
+def _queues(case: Case) -> str:
+    """Returns the number of hardware queues to train with, and what is to be said of it."""
+    cluster, layout, file = case.site.cluster, case.site.layout, case.settings.cluster
+    measured = str((cluster.gpu_settings or {}).get(CONNECTIONS, "32"))
+    if cluster.one_queue:
+        return "1, which Megatron demands here"
+    if file in KNOWN_CLUSTERS or case.settings.overlaps or max(layout.tp, layout.cp) == 1 or measured == "1":
+        return measured
+    return (
+        f"1 on GPUs before Blackwell, as Megatron demands at TP {layout.tp} and CP {layout.cp}, though {file} does not "
+        f"say that it was measured so, else {measured}"
+    )
 
 
 def _draw(drawn: Sequence[Prediction], drawing: Drawing, console: Console) -> None:
@@ -360,19 +385,26 @@ def _choices_table(cases: Sequence[Case]) -> Table:
     """Returns a row for each length of sequences, with the best candidate of each system."""
     families = list(dict.fromkeys(one for case in cases for one in sorted(case.families)))
     paper = MONTA_CHOICES if _is_montas(cases[0]) else {}
+    part = fits_part(cases[0].settings.overlaps)
     table = table_of(
         f"{cases[0].settings.cluster}: a MoE layer with its experts (ms), forward and backward of a micro-batch",
         ("sequence", "rows a GPU"),
         names=0,
+        caption=None if all(map(_fits, cases)) else f"does not fit: nothing does in {part:.0%} of a GPU's memory",
     )
     for header in ("chosen", *families, *(["MoNTA's paper"] if paper else [])):
-        table.add_column(header)
+        table.add_column(header, overflow="fold")
     for case in cases:
         of_families = [case.best_of(family) for family in families]
         cells = ("-" if one is None else _with_setting(one) for one in of_families)
         last = [paper.get(case.sequence, "-")] if paper else []
-        table.add_row(str(case.sequence), str(case.workload.rows), case.chosen.variant, *cells, *last)
+        chosen = case.chosen.variant + ("" if _fits(case) else " (does not fit)")
+        table.add_row(str(case.sequence), str(case.workload.rows), chosen, *cells, *last)
     return table
+
+
+def _fits(case: Case) -> bool:
+    return case.fits(case.chosen)
 
 
 def _with_setting(one: Prediction) -> str:

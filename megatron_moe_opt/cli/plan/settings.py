@@ -13,7 +13,7 @@ from megatron_moe_opt.option_values import MOST
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
-from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS, KnownCluster
+from megatron_moe_opt.planning.costs.known_clusters import GIB, KNOWN_CLUSTERS, KnownCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.planning.training.arrangements import Arrangement
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
@@ -32,10 +32,12 @@ MODEL_SIZES = {field.name: True if field.type == "bool" else MOST for field in f
 }
 """What --model may say besides a name, and the largest of each."""
 MAY_BE_NONE = ("shared_ffn", "dense_layers", "dense_ffn")
-CLUSTER_NUMBERS = {"tflops": 1e9, "efficiency": 1.0, "op_us": 1e9, "inter": 1e9, "intra": 1e9, "copy": 1e9}
-"""What --cluster may say besides a name, and the largest of each: tflops and efficiency of a GPU, op_us of every op,
-and the GB/s (inter, intra, copy) that replace those of a known cluster's links and memory and are reached at every
-size.
+CLUSTER_NUMBERS = {
+    "tflops": 1e9, "efficiency": 1.0, "memory": 1e9, "op_us": 1e9, "inter": 1e9, "intra": 1e9, "copy": 1e9,
+}  # fmt: skip
+"""What --cluster may say besides a name, and the largest of each: tflops, efficiency and GiB of memory of a GPU, op_us
+of every op, and the GB/s (inter, intra, copy) that replace those of a known cluster's links and memory and are reached
+at every size.
 """
 LEAST = 1e-9
 """The least of these numbers, op_us aside, which may be 0."""
@@ -89,6 +91,13 @@ class PlanSettings:
     def element_bytes(self) -> int:
         """Bytes of an element of tokens and weights."""
         return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def memory(self) -> float | None:
+        """Returns bytes of memory of a GPU; None: a profile does not hold it, and nobody gave it."""
+        if "memory" in self.cluster_numbers:
+            return self.cluster_numbers["memory"] * GIB
+        return KNOWN_CLUSTERS[self.cluster].memory if self.cluster in KNOWN_CLUSTERS else None
 
     def arranged(self, one: Arrangement) -> PlanSettings:
         """Returns these settings with the layout and the micro-batches of an arrangement."""
@@ -203,7 +212,7 @@ def _known(settings: PlanSettings, model: ModelShape) -> Site:
     cluster = describe(known, layout, model.hidden, ffn, settings.dtype, replicated=not settings.sequence_parallel)
     workers = levels_of_ep(known, layout)
     named = workers != levels_of_layout(layout, cluster.world.nodes)
-    return Site(cluster, layout, workers, named, device, known.memory)
+    return Site(cluster, layout, workers, named, device, settings.memory)
 
 
 def _with_bandwidths(known: KnownCluster, settings: PlanSettings) -> KnownCluster:
@@ -251,7 +260,7 @@ def _measured(settings: PlanSettings) -> Site:
     if layout.tp != world.tp:  # under sequence parallelism no exchange of a MoE layer is over TP, but a step's are
         without_tp = {key: points for key, points in cluster.curves.items() if key[1] != TP}
         cluster = replace(cluster, curves=without_tp)
-    return Site(cluster, layout, workers, False, device, None)
+    return Site(cluster, layout, workers, False, device, settings.memory)
 
 
 def _layout(sizes: Mapping[str, int]) -> Layout:

@@ -12,6 +12,8 @@ from megatron_moe_opt import __version__
 from megatron_moe_opt.dispatchers.say import say_once, say_other_settings
 from megatron_moe_opt.integration.layer.configured_workload import moe_layers, type_of_rows
 from megatron_moe_opt.integration.layer.overlapped_batches import overlaps_batches
+from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
+from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.plan_file import Plan, facts_of_plan
 
@@ -32,6 +34,7 @@ def read_plan(file: Path, config: Any) -> Plan:
         topk=config.moe_router_topk,
         dtype=type_of_rows(config),
         ranks=dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1")),
+        tokens=_tokens(config),
         version=__version__,
         overlaps=overlaps_batches(config),
     )
@@ -48,3 +51,16 @@ def read_plan(file: Path, config: Any) -> Plan:
         say_once(AUTO, line, lambda: line)
     say_other_settings(AUTO, file, plan.gpu_settings)
     return plan
+
+
+def _tokens(config: Any) -> int | None:
+    """Returns the tokens of a micro-batch that a rank enters a MoE layer with, by Megatron-LM's command line; None: it
+    does not say, or sequences differ in length.
+    """
+    arguments = training_arguments()
+    sizes = [getattr(arguments, name, None) for name in ("micro_batch_size", "seq_length")]
+    if None in sizes or config.variable_seq_lengths:
+        return None
+    micro_batch, sequence = sizes
+    split = 1 if holds_replicated_tokens(config) else config.tensor_model_parallel_size
+    return micro_batch * sequence // (config.context_parallel_size * split)

@@ -17,7 +17,7 @@ from megatron_moe_opt.planning.choosing.equal_times import fewest_of_equal
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import DISPATCH, PIPELINE, LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
+from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, nothing_left
 
 if TYPE_CHECKING:
     from megatron_moe_opt.systems.system import System
@@ -96,7 +96,7 @@ def _candidates(asked: Asked, layer: LayerWorkload, cluster: Cluster) -> Iterato
                 found = True
                 yield one
     if not found:
-        raise ConfigurationError("; ".join(f"{one.variant}: {one.reason}" for one in refused))
+        raise nothing_left(refused)
 
 
 def _compared(one: Prediction) -> float:

@@ -134,15 +134,14 @@ def levels_of_ep(known: KnownCluster, layout: Layout) -> tuple[int, ...]:
                 f"--ep {layout.ep}: its ranks {_short(group)} lie on nodes of {joined[0]} GPUs unevenly: choose a size "
                 "that fills nodes, or divides them"
             )
-        sizes = [of_level[0] for of_level in counts] + [1]
-        workers = tuple(outer // inner for outer, inner in zip(sizes, sizes[1:], strict=False) if outer > inner)
-        found.add(workers or (1,))
+        found.add((*(of_level[0] for of_level in counts), 1))
     if len(found) > 1:
         raise ConfigurationError(
             f"--ep {layout.ep}: some of its groups lie on other levels of the network than others: choose a size that "
             "fills nodes, or divides them"
         )
-    return found.pop()
+    (sizes,) = found
+    return tuple(outer // inner for outer, inner in pairwise(sizes) if outer > inner) or (1,)
 
 
 def _short(group: Sequence[int]) -> str:

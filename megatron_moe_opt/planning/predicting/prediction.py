@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules.timeline import Timeline
 
 ALLTOALL = "alltoall"
@@ -75,3 +76,8 @@ def told_together(refused: Iterable[Refusal]) -> list[tuple[str, str]]:
         (first.variant + (f" and {len(others)} more" if others else ""), first.reason)
         for first, *others in alike.values()
     ]
+
+
+def nothing_left(refused: Iterable[Refusal]) -> ConfigurationError:
+    """Returns the error of a layer that no candidate can run: why, once for all refusals that are alike."""
+    return ConfigurationError("; ".join(f"{variants}: {why}" for variants, why in told_together(refused)))

@@ -27,7 +27,12 @@ class StepCosts:
 
 
 def communication(
-    model: ModelShape, layout: Layout, cluster: Cluster, tokens: int, element_bytes: int = BF16
+    model: ModelShape,
+    layout: Layout,
+    cluster: Cluster,
+    tokens: int,
+    element_bytes: int = BF16,
+    sequence_parallel: bool = True,
 ) -> StepCosts:
     """Returns what tensor, data and pipeline parallelism communicate, as far as the cluster has their curves.
 
@@ -39,6 +44,7 @@ def communication(
 
     Args:
         tokens: of a micro-batch on the context-parallel rank, before TP splits them.
+        sequence_parallel: whether TP splits tokens; else every TP rank sends all of them to the next stage.
     """
 
     def seconds(kind: Kind, group: str, size: float) -> float:
@@ -57,6 +63,7 @@ def communication(
 
     stages = model.telling_stages(layout)
     of_tokens = tokens * model.hidden * element_bytes
+    sent = of_tokens / layout.tp if sequence_parallel else of_tokens
     # Two neighbours that gather send half of what they have together.
-    between_stages = 2 * seconds(Kind.ALL_GATHER, PP_NEIGHBOURS, 2 * of_tokens / layout.tp)
+    between_stages = 2 * seconds(Kind.ALL_GATHER, PP_NEIGHBOURS, 2 * sent)
     return StepCosts(2 * both("tp", of_tokens, of_tokens), between_stages, max(map(gradients, stages)))

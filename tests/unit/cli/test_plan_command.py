@@ -12,9 +12,10 @@ from megatron_moe_opt.cli.plan import case as plan_case
 from megatron_moe_opt.cli.plan import layout_search
 from megatron_moe_opt.cli.plan import report as plan_report
 from megatron_moe_opt.options import split_options
+from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.costs.described_cluster import describe
 from megatron_moe_opt.planning.costs.known_clusters import H100_IB400, KNOWN_CLUSTERS, PCIE
-from megatron_moe_opt.planning.plan_file import Plan
+from megatron_moe_opt.planning.plan_file import TOKENS, Plan
 from megatron_moe_opt.planning.planner import best, candidates, fastest_narrowed
 from megatron_moe_opt.planning.predicting import parm
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
@@ -22,7 +23,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS, MONTA_CHOICES
 from megatron_moe_opt.planning.training.memory import BytesPerParameter, logits_memory, training_memory
-from megatron_moe_opt.planning.training.step_costs import communication
+from megatron_moe_opt.planning.training.step_costs import PP_NEIGHBOURS, communication
 from megatron_moe_opt.planning.training.throughput import throughput
 from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind
@@ -127,6 +128,42 @@ def test_the_flags_say_how_experts_and_queues_are_planned(run):
         assert f"CUDA_DEVICE_MAX_CONNECTIONS={queues}:" in " ".join(output.split())
 
 
+def test_queues_of_a_profile_are_those_of_its_layout(run, tmp_path):
+    """Megatron demands one under TP, whatever the profile was measured with."""
+    file = tmp_path / "cluster.json"
+    described = describe(H100_IB400, Layout(16, tp=2, ep=8), 4096, 14336)
+    for measured, layout, queues in (
+        ("16", "", f"1 on GPUs before Blackwell, as Megatron demands at TP 2 and CP 1, though {file} does not say that "
+         "it was measured so, else 16"),
+        ("16", "--tp 1", "16"),
+        ("1", "", "1"),
+    ):  # fmt: skip
+        replace(described, gpu_settings={"CUDA_DEVICE_MAX_CONNECTIONS": measured}).save(file)
+        _, output, _ = run(MIXTRAL, f"--cluster {file} {layout}")
+        assert f"CUDA_DEVICE_MAX_CONNECTIONS={queues}:" in output
+
+
+def test_tp_ranks_that_hold_the_same_tokens_send_all_of_them_to_the_next_stage(run, monkeypatch):
+    found = []
+    monkeypatch.setattr(plan_case, "communication", lambda *sizes: found.append(communication(*sizes)) or found[-1])
+    described = describe(H100_IB400, Layout(16, tp=8, ep=8, pp=2), 4096, 14336)
+    curve = CostCurve(described.curves[Kind.ALL_GATHER, PP_NEIGHBOURS])
+    for split, more in ((8, ""), (1, "--no-sequence-parallel")):
+        run(MIXTRAL, f"--cluster h100-ib400 --world 16 --tp 8 --ep 8 --pp 2 {more}")
+        seconds = curve.seconds(2 * 2048 * 4096 * 2 / split) + described.overhead
+        assert found[-1].between_stages == pytest.approx(2 * seconds)
+
+
+def test_a_layout_whose_expert_gradients_megatron_mixes_is_doubted(run):
+    doubt = (
+        "warning: --expert-tp 1 beside --tp 2 at --ep 1: Megatron before 0.19 sums experts' gradients over ranks that "
+        "do not hold the same experts: set --expert-tp 2, raise --ep, or train with megatron-core 0.19\n"
+    )
+    for more, doubted in (("", True), ("--expert-tp 2", False), ("--ep 2", False)):
+        code, output, _ = run(MIXTRAL, f"--cluster pcie --world 8 --tp 2 {more}")
+        assert code == 0 and (doubt in output) == doubted and ("warning:" in output) == doubted
+
+
 def test_ranks_of_a_tp_group_may_share_key_value_heads(run):
     """As Megatron has them do where TP is a multiple of the heads."""
     for heads, accepted in ((4, True), (6, False)):
@@ -216,6 +253,7 @@ def test_the_plan_and_the_flags_that_run_it(run, tmp_path):
     assert set(plan.layers) == set(range(4, 11))  # three dense layers, then 7 with experts
     assert set(plan.layers.values()) == {variant}
     assert (plan.cluster, plan.ep, plan.etp, plan.experts) == ("h100-ib400", 64, 1, 256)
+    assert plan.made_for[TOKENS] == 4096
 
 
 @pytest.mark.parametrize(
@@ -423,6 +461,17 @@ def test_montas_table(run):
     assert "paper" not in output
 
 
+def test_what_does_not_fit_is_marked_in_the_table_of_choices(run, monkeypatch):
+    ask = f"--cluster h100-ib400 --world 16 --ep 8 {MIXTRAL}"
+    _, output, _ = run(ask, "--sequence 2048,1048576")
+    ((_, rows),) = tables(output).items()
+    assert [cells[1].endswith(" (does not fit)") for cells in rows.values()] == [False, True]
+    assert "does not fit: nothing does in 90% of a GPU's memory" in output
+    assert "does not fit" not in run(ask, "--sequence 2048,4096")[1]
+    monkeypatch.setattr(plan_report, "WIDTH", 100)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in run(MONTA, "--sequence 4096,262144")[1]
+
+
 def test_every_op_that_takes_long_makes_chunks_a_loss(run):
     _, output, _ = run(MONTA, "--sequence 4096 --cluster a800-ib200,op_us=2000 --all")
     rows = tables(output)[CANDIDATES]
@@ -444,6 +493,24 @@ def test_a_measured_cluster(run, tmp_path):
     assert {name: cells[:7] for name, cells in tables(output)[CANDIDATES].items()} == {
         name: cells[:7] for name, cells in of_file.items()
     }
+
+
+def test_memory_that_a_profile_does_not_hold_may_be_given(run, tmp_path):
+    file = tmp_path / "cluster.json"
+    describe(PCIE, Layout(16, ep=8), 4096, 14336).save(file)
+    unknown = (
+        f"warning: {file}: a profile does not hold the memory of a GPU, and nothing is left out for want of it: give "
+        f"its GiB, as in --cluster {file},memory=80\n"
+    )
+    assert unknown in run(MIXTRAL, f"--cluster {file}")[1]
+    assert "warning" not in run(MIXTRAL, f"--cluster {file},memory=80")[1]
+    lacks = r"It does not fit: \S+ needs [0-9.]+ GiB, and 90% of a GPU's 8.0 are 7.2: "
+    ways = "take more GPUs, or --recompute full"
+    assert re.fullmatch(lacks + ways, run(MIXTRAL, f"--cluster {file},memory=8")[1].splitlines()[-1])
+    known = run(MIXTRAL, "--cluster pcie,memory=8 --world 16 --ep 8")[1].splitlines()[-1]
+    assert re.match(lacks + "leave out --tp", known) and known.endswith(ways)
+    error = run(MIXTRAL, "--cluster pcie,memory=1 --world 16")[2]
+    assert "no layout holds the model" in error and "and has 1.0: take more GPUs" in error
 
 
 # 1000 rows of 1024 bytes of each GPU; 1040 with their probability. EP 2 over two nodes, expert-TP 8 in a node.
@@ -734,8 +801,8 @@ MODELS = ", ".join(KNOWN_MODELS)
         ),
         (
             f"{MIXTRAL} --cluster pcie,nics=8 --world 8",
-            "--cluster pcie,nics=8: nics=8 has no meaning there: write tflops, efficiency, op_us, inter, intra, copy, "
-            "as in tflops=8",
+            "--cluster pcie,nics=8: nics=8 has no meaning there: write tflops, efficiency, memory, op_us, inter, "
+            "intra, copy, as in tflops=8",
         ),
         (
             "--model mixtral-8x7b,layers=4,layers=5 --cluster pcie --world 8",
@@ -753,6 +820,10 @@ MODELS = ", ".join(KNOWN_MODELS)
             f"{MIXTRAL} --cluster pcie --world 8 --ep 8 --imbalance 2 --capacity-factor 1",
             "--imbalance 2 with --capacity-factor 1: every expert has its capacity of rows, and no rank is busier than "
             "another: leave one out",
+        ),
+        (
+            f"{MIXTRAL} --cluster h100-ib400 --world 16 --capacity-factor 8",
+            "--capacity-factor 8 x top-k 2 has 8 experts padded to more rows than there are tokens: choose at most 4",
         ),
         (
             f"{MIXTRAL} --cluster h100-ib400 --world 64 --cp 2 --sequence 4097",

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration import optimizer_step
-from megatron_moe_opt.integration.auto import auto_layer, first_step, step_clock
+from megatron_moe_opt.integration.auto import auto_layer, first_step, given_plan, step_clock
 from megatron_moe_opt.integration.auto import controller as controlling
 from megatron_moe_opt.integration.auto.auto_layer import current_controller
 from megatron_moe_opt.integration.auto.controller import Controller
@@ -31,7 +32,7 @@ from megatron_moe_opt.integration.layer import expert_migration_layer
 from megatron_moe_opt.integration.micro_batches import _followed, later_micro_batches, trains
 from megatron_moe_opt.integration.optimizer_step import gradients_cleared, step_ended
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.plan_file import Plan
+from megatron_moe_opt.planning.plan_file import TOKENS, Plan
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction, Refusal, told_together
 from megatron_moe_opt.runtime.travelling_experts.step_passes import step_of
@@ -94,6 +95,29 @@ def test_a_plan_of_another_model_is_refused_before_training(planned, overrides, 
     with pytest.raises(ConfigurationError, match=message):
         planned("monta:O2x2", **overrides)
     planned("monta:O2x2", num_layers=2, moe_layer_freq=2)  # the first of two
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        ({}, 2 * 1024),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2}, 512),
+        ({"tensor_model_parallel_size": 2}, 2 * 1024),  # all TP ranks hold the same
+        ({"variable_seq_lengths": True}, None),
+    ],
+)
+def test_tokens_that_a_plan_was_not_made_for_are_said(planned, monkeypatch, capsys, tmp_path, overrides, tokens):
+    config, file = planned("monta:O2x2", **overrides).config, tmp_path / "other.json"
+    arguments = SimpleNamespace(micro_batch_size=2, seq_length=1024)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=arguments))
+    made = Plan.load(tmp_path / "plan.json")
+    dataclasses.replace(made, made_for={TOKENS: 4096}).save(file)
+    given_plan.read_plan(file, config)
+    said = f"predictions may not hold: tokens of a rank {tokens} (there 4096); make a new plan\n"
+    assert (said in capsys.readouterr().out) == (tokens is not None)
+    monkeypatch.delitem(sys.modules, "megatron.training.global_vars")  # another training loop, which does not say
+    given_plan.read_plan(file, config)
+    assert not capsys.readouterr().out
 
 
 def tried(controller: Controller, workers: tuple[int, ...]) -> tuple[list[str], str | None]:

@@ -178,6 +178,15 @@ def test_two_nodes_of_one_data_centre_do_not_use_the_line_between_them():
             "--ep 3: its ranks 0, 4, ... 8 lie on nodes of 8 GPUs unevenly: choose a size that fills nodes, or divides "
             "them",
         ),
+        *(  # some on two nodes of a data centre and others on two data centres; some inside a node and others on two
+            (
+                known,
+                layout,
+                f"--ep {layout.ep}: some of its groups lie on other levels of the network than others: choose a size "
+                "that fills nodes, or divides them",
+            )
+            for known, layout in ((TWO_DATA_CENTRES, Layout(48, ep=16)), (H100_IB400, Layout(24, ep=2, expert_tp=3)))
+        ),
     ],
 )
 def test_refuses_ranks_that_do_not_fill_it(known, layout, sentence):

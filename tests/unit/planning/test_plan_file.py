@@ -15,7 +15,10 @@ CANDIDATES = (
     Prediction("mpmoe:2", 1e-3, 5e-4, 1e6, 2e6, 4096, {"pipeline with experts": 1e-3}),
     Prediction("alltoall", 2e-3, 1e-3, 1e6, 2e6, 4096),
 )
-RUN = {"hidden": 32, "ffn": 64, "topk": 2, "dtype": "bf16", "ranks": 8, "version": "0.1.0", "overlaps": False}
+RUN = {
+    "hidden": 32, "ffn": 64, "topk": 2, "dtype": "bf16", "ranks": 8, "tokens": 4096, "version": "0.1.0",
+    "overlaps": False,
+}  # fmt: skip
 PLAN = Plan({4: "mpmoe:2", 5: "monta:O2x4"}, CANDIDATES, "a cluster", ep=8, etp=1, experts=64)
 
 
@@ -82,10 +85,13 @@ def test_a_plan_of_other_layers_is_refused(layers, said):
 
 
 def test_what_predictions_may_not_hold_for_is_said():
-    run = RUN | {"dtype": "fp32", "ranks": 16, "version": "0.2.0", "overlaps": True}
+    run = RUN | {"dtype": "fp32", "ranks": 16, "tokens": 2048, "version": "0.2.0", "overlaps": True}
     made = replace(PLAN, made_for=facts_of_plan(**RUN))
     assert made.check("plan.json", **ASKED, made_for=facts_of_plan(**run)) == (
-        "type of the rows fp32 (there bf16), ranks 16 (there 8), megatron-moe-opt 0.2.0 (there 0.1.0), "
-        "--overlap-moe-expert-parallel-comm given (there not given)"
+        "type of the rows fp32 (there bf16), ranks 16 (there 8), tokens of a rank 2048 (there 4096), megatron-moe-opt "
+        "0.2.0 (there 0.1.0), --overlap-moe-expert-parallel-comm given (there not given)"
     )
+    unknown = facts_of_plan(**RUN | {"tokens": None})
+    assert made.check("plan.json", **ASKED, made_for=unknown) is None
+    assert replace(PLAN, made_for=unknown).check("plan.json", **ASKED, made_for=facts_of_plan(**RUN)) is None
     assert PLAN.check("plan.json", **ASKED, made_for=facts_of_plan(**run)) is None  # nothing is known of it

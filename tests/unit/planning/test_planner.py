@@ -18,7 +18,7 @@ from megatron_moe_opt.planning.planner import best, bound_and_stock, candidates,
 from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.layer_on_cluster import DISPATCH, LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
-from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction, Refusal, nothing_left
 from megatron_moe_opt.planning.predicting.skew import Skew
 from megatron_moe_opt.row_format import Wire
 from megatron_moe_opt.schedules.mpmoe import token_shares
@@ -416,6 +416,21 @@ def test_the_world_s_groups_are_not_listed_for_each_candidate(monkeypatch):
     of_cluster = len(listed)
     layer = dataclasses.replace(LAYER, hidden=7168, ffn=2048, experts=256, topk=8, ep=64, etp=1, workers=(8, 8))
     assert len(candidates(layer, known)[0]) > 50 and len(listed) <= of_cluster + 1
+
+
+def test_what_leaves_nothing_is_told_once():
+    """Stock does not train where TP ranks hold the same tokens, and a byte is too little for all others."""
+    layer = dataclasses.replace(LAYER, tp=4)
+    least = min((one for one in candidates(layer, cluster())[0]), key=lambda one: one.activation_bytes)
+    with pytest.raises(ConfigurationError) as refused:
+        candidates(layer, cluster(), budget=1)
+    assert str(refused.value) == (
+        f"--activation-budget 1 (in training --moe-opt-activation-budget) is too little: {least.variant} holds least, "
+        f"{least.activation_bytes} bytes of activations; raise it to that, or leave it out"
+    )
+    assert candidates(layer, cluster(), budget=least.activation_bytes)[0]
+    alike = [Refusal(f"mpmoe:{partitions}", f"{partitions} partitions of 1 row") for partitions in (2, 4, 8)]
+    assert str(nothing_left(alike)) == "mpmoe:2 and 2 more: 2 partitions of 1 row"
 
 
 def test_a_cluster_without_an_expert_is_refused():
