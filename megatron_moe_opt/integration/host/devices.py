@@ -9,6 +9,7 @@ cuda, with or without an index, is the CPU.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -30,7 +31,8 @@ TENSOR_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zero
 
 # torch.cuda functions that have nothing to do on the host.
 NO_OPS = ("synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect", "reset_peak_memory_stats")
-# torch.cuda functions that answer with a number of bytes of device memory: the host backend keeps no account of it.
+# torch.cuda functions that answer with a number of bytes of device memory, of which the host backend keeps no account;
+# memory_stats answers with many by name.
 MEMORY_COUNTERS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 
 
@@ -191,6 +193,7 @@ def use_host_devices() -> None:
         replace(cuda, name, _same(None))
     for name in MEMORY_COUNTERS:
         replace(cuda, name, _same(0))
+    replace(cuda, "memory_stats", lambda original: lambda device=None: defaultdict(int))
     replace(cuda, "is_current_stream_capturing", _same(False))
     for name in ("range_push", "range_pop"):
         replace(cuda.nvtx, name, _same(0))

@@ -61,10 +61,6 @@ class HostWork:
             finish()
         return True
 
-    def is_completed(self) -> bool:
-        """Whether wait() would return without blocking on the network."""
-        return self.work.is_completed()
-
 
 # The works issued inside `coalescing_manager` on this thread, newest manager last.
 _coalescing = threading.local()

@@ -25,6 +25,11 @@ LIMITS = (
         "--recompute-modules layernorm", lambda one: "layernorm" in (one.recompute_modules or ()), "Transformer Engine"
     ),
     Limit("--multi-latent-attention", lambda one: one.multi_latent_attention, "a GPU for its rotary embedding"),
+    Limit(
+        "--async-save with --use-persistent-ckpt-worker",
+        lambda one: one.async_save and one.use_persistent_ckpt_worker,
+        "a GPU for its worker",
+    ),
     Limit("--cuda-graph-impl", lambda one: one.cuda_graph_impl not in (None, "none"), "CUDA"),
 )
 

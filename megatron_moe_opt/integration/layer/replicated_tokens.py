@@ -40,9 +40,9 @@ def keeps_from_splitting_rows(config: Any) -> str | None:
     disagree, beginning with a flag; None: neither.
 
     Random logits come from the generator of expert parallelism, which differs over TP; jitter from the default one,
-    which is the same only as long as all TP ranks draw as much from it: over Gloo, where it is the CPU's, the one that
-    loads the data does not. Nothing else in the router draws, Sinkhorn's load balancing neither. Megatron-Core 0.16
-    multiplies losses by the tokens of the router that has them. From 0.17 on experts trust the padding of the router.
+    which is the same only as long as all TP ranks draw as much from it, and nothing ensures that. Nothing else in the
+    router draws, Sinkhorn's load balancing neither. Megatron-Core 0.16 multiplies losses by the tokens of the router
+    that has them. From 0.17 on experts trust the padding of the router.
     """
     if not holds_replicated_tokens(config):
         return None

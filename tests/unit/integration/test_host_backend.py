@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import types
@@ -9,13 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration import patching
 from megatron_moe_opt.integration.host import devices, gloo
 from megatron_moe_opt.integration.host.attention import zigzag_positions
-from megatron_moe_opt.integration.host.limits import check_host_arguments
+from megatron_moe_opt.integration.host.limits import LIMITS, check_host_arguments
 
+PAGE = Path(__file__).parents[3] / "docs" / "feature-matrix.md"
 USE = "from megatron_moe_opt.integration.host import use_host_backend; print(use_host_backend(), use_host_backend())"
 MEGATRON = "import megatron.core.models.gpt, megatron.core.distributed, megatron.core.optimizer"
 ALIASES = """
@@ -79,7 +82,10 @@ def printed(tmp_path_factory) -> dict[str, list[str]]:
     return {name: (folder / f"{name}.txt").read_text().split() for name in CODES}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the host backend is for machines without a GPU")
+on_the_host = pytest.mark.skipif(torch.cuda.is_available(), reason="the host backend is for machines without a GPU")
+
+
+@on_the_host
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_switched_on_before_or_after_importing_megatron(printed, when):
     assert printed[when] == ["True"] * 5 + ["False", "True"]
@@ -112,6 +118,31 @@ def test_events_measure_milliseconds():
     end.record()
     assert 0 < start.elapsed_time(end) < 1000
     assert devices.HostStream().record_event().query()
+
+
+@on_the_host
+def test_memory_that_nobody_counts_is_none():
+    assert torch.cuda.memory_stats()["reserved_bytes.all.current"] == torch.cuda.memory_allocated() == 0
+
+
+@on_the_host
+def test_loading_data_leaves_the_generator_of_dropout_alone():
+    """Megatron loads data on one rank of a tensor-parallel group alone, and all of them must drop the same."""
+
+    def orders() -> list[list[int]]:
+        torch.manual_seed(7)
+        before, data = torch.get_rng_state(), range(20)
+        shuffled = DataLoader(data, batch_size=20, shuffle=True)
+        sampled = DataLoader(data, batch_size=20, sampler=RandomSampler(data))
+        in_batches = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 20, drop_last=False))
+        found = [batch.tolist() for loader in (shuffled, shuffled, sampled, in_batches) for batch in loader]
+        assert torch.equal(torch.get_rng_state(), before)
+        return found
+
+    found = orders()
+    assert orders() == found and len(set(map(tuple, found))) == 4
+    given = torch.Generator()
+    assert DataLoader(range(20), generator=given).generator is given
 
 
 def test_zigzag_positions():
@@ -173,7 +204,8 @@ def test_what_a_newer_torch_asks_of_gloo_is_passed_on():
 
 HOST_RUNS = {
     "moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_latent_size": None, "recompute_modules": ["core_attn"],
-    "multi_latent_attention": False, "cuda_graph_impl": "none",
+    "multi_latent_attention": False, "async_save": False, "use_persistent_ckpt_worker": False,
+    "cuda_graph_impl": "none",
 }  # fmt: skip
 
 
@@ -188,11 +220,23 @@ HOST_RUNS = {
         ({"moe_latent_size": 16}, "--moe-latent-size needs Transformer Engine"),
         ({"recompute_modules": ["core_attn", "layernorm"]}, "--recompute-modules layernorm needs Transformer Engine"),
         ({"multi_latent_attention": True}, "--multi-latent-attention needs a GPU"),
+        (
+            {"async_save": True, "use_persistent_ckpt_worker": True},
+            "--async-save with --use-persistent-ckpt-worker needs a GPU for its worker",
+        ),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl needs CUDA"),
     ],
 )
 def test_what_needs_a_gpu_is_refused_by_its_flag(given, sentence):
-    for runs in (HOST_RUNS, HOST_RUNS | {"recompute_modules": None}, {}):  # the last: a version without any of them
+    # The last is of a version without any of them.
+    for runs in (HOST_RUNS, HOST_RUNS | {"recompute_modules": None}, HOST_RUNS | {"async_save": True}, {}):
         check_host_arguments(types.SimpleNamespace(**runs))
     with pytest.raises(ConfigurationError, match=sentence):
         check_host_arguments(types.SimpleNamespace(**HOST_RUNS | given))
+
+
+def test_the_page_lists_what_needs_a_gpu():
+    (rows,) = re.findall(r"^\| refused \| for want of \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE)
+    cells = [row.strip("| ").replace("`", "").split(" | ") for row in rows.splitlines()]
+    listed = {(flag, needs) for flags, needs in cells for flag in flags.split(", ")}
+    assert listed == {(limit.flag, limit.needs) for limit in LIMITS}
