@@ -190,6 +190,7 @@ def record(file: Path, layout: dict, dispatcher: str, order: Path | None):
         for _ in range(3):
             for microbatch in range(job.microbatches):
                 note_kinds(job.batch(microbatch)["tokens"][:, 0] % 2, ("even", "odd"))
+            job.forward_backward(forward_only=True)  # as rollouts do, in training mode
             job.train_step()
     return read_routing_trace(file) if dist.get_rank() == 0 else None
 

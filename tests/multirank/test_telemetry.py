@@ -74,6 +74,8 @@ def model_step(dispatcher: str, settings: dict, options: dict) -> dict[str, Any]
         sent = {row.link: row.bytes for row in counter.reduce() if row.collective == "all_to_all"}
         report = reports.collect()["telemetry"]
         again = reports.collect()
+        if dispatcher != "netmoe":  # which refuses rollouts
+            trained.forward_backward(forward_only=True)  # as they do, in training mode
         trained.model.eval()
         with torch.no_grad():
             trained.model(*(trained.batch(0)[name] for name in ("tokens", "position_ids")), None)
@@ -92,7 +94,7 @@ def test_report_of_a_step(ranks, dispatcher):
     for result in results:
         report = result["report"]
         assert report == results[0]["report"] and list(report) == [1, 2]  # agreed
-        assert result["nothing"] == {}  # neither twice nor of an evaluation
+        assert result["nothing"] == {}  # neither twice nor of rollouts and an evaluation
         for number, values in report.items():
             assert values["passes"] == 1
             for prefix in ("", "backward "):

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.layer_passes import number_of
+from megatron_moe_opt.integration.micro_batches import follow_micro_batches, trains
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, forget
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
@@ -80,6 +81,7 @@ class RoutingRecorder:
         self._router, self._layer, self._config = Router, MoELayer, TransformerConfig
         self._post_init = TransformerConfig.__post_init__
         TransformerConfig.__post_init__ = self._checked(self._post_init)
+        follow_micro_batches()  # before the training loop asks for its schedule, once
         self._hook = torch.nn.modules.module.register_module_forward_hook(self._hear)
         for updated in (True, False):
             after_optimizer_step(self._end_step, updated)
@@ -122,7 +124,7 @@ class RoutingRecorder:
         return checked
 
     def _hear(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if not module.training or self._step not in self._steps:
+        if self._step not in self._steps or not trains(module):
             return
         if isinstance(module, self._router):
             tokens, samples = inputs[0].shape[:2]

@@ -17,6 +17,7 @@ import torch
 
 from megatron_moe_opt.integration.layer.layer_passes import number_of, on_gradient
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
+from megatron_moe_opt.integration.micro_batches import follow_micro_batches, trains
 from megatron_moe_opt.integration.observe.stock_traffic import StockTraffic
 from megatron_moe_opt.kernels.count_tokens import count_routing_map
 from megatron_moe_opt.row_format import SAME
@@ -58,6 +59,7 @@ def watch(layer: Any, stride: int | None = None) -> None:
     Raises:
         ConfigurationError: a Megatron whose layer has no such stages.
     """
+    follow_micro_batches()  # before a training loop asks for its schedule, once
     stages = _Stages(layer, LayerRecord(layer.config.num_moe_experts, layer.token_dispatcher.tp_ep_group, stride))
     for slot in STAGES:
         LayerSeam(layer).put(slot, getattr(stages, slot.value))
@@ -156,7 +158,7 @@ class _Stages:
         observed.rounding.append(squares)
 
     def _next_pass(self, routing_map: torch.Tensor) -> LayerPass | None:
-        if not self._layer.training:
+        if not trains(self._layer):
             return None
         recomputed = is_recomputing()
         if not (self._record.again if recomputed else self._record.first).is_next():
