@@ -17,11 +17,13 @@ import torch
 
 from megatron_moe_opt import register, use_host_backend
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError
-from megatron_moe_opt.integration.checks import FAKE_GROUP
-from megatron_moe_opt.integration.dataset_helpers import compile_helpers_with_this_python
 from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.runtime.job.same_start import say_together, start_alike
+from megatron_moe_opt.systems.megatron_config import FAKE_GROUP
+from megatron_moe_opt.versions import check_megatron
+
+# Nothing above loads the extension or imports Megatron: where one is missing or stale, `main` says so in one sentence.
 
 A_GPU = Path("/dev/nvidia0")
 """A device that a node with NVIDIA's GPUs has, whether PyTorch can use them or not."""
@@ -81,12 +83,11 @@ def _start(path: Path, arguments: list[str]) -> tuple[Options, list[str]]:
     # Megatron warns, module by module and rank by rank, about libraries that exist for GPUs only.
     if not torch.cuda.is_available():
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-    if not use_host_backend():
-        compile_helpers_with_this_python()
-    elif first_rank:
+    check_megatron()
+    if use_host_backend() and first_rank:
         print("moe-opt: no CUDA device, so Megatron-Core runs on CPU over Gloo", flush=True)
     register(options, refuse_unread=True)
-    from megatron_moe_opt.integration.registry import check_named  # loads the extension, whose refusal is said above
+    from megatron_moe_opt.integration.registry import check_named
 
     check_named(remaining)
     return options, remaining

@@ -9,6 +9,7 @@ import runpy
 from pathlib import Path
 
 from megatron_moe_opt import __version__
+from megatron_moe_opt.errors import ConfigurationError
 
 OLDEST_MEGATRON, NEWEST_MEGATRON = (0, 16), (0, 20)
 SUPPORTED_MEGATRON = f"0.{OLDEST_MEGATRON[1]} to 0.{NEWEST_MEGATRON[1]}"
@@ -32,6 +33,18 @@ def megatron_version() -> str | None:
 def supports_megatron(version: str) -> bool:
     """Whether a version string such as "0.16.1" is in the supported range."""
     return OLDEST_MEGATRON <= _major_minor(version) <= NEWEST_MEGATRON
+
+
+def check_megatron() -> None:
+    """Refuses, with ConfigurationError, a megatron-core that we do not plug into, or that is not there."""
+    version = megatron_version()
+    if version is None:
+        raise ConfigurationError(
+            f"megatron-core is not installed: install megatron-core {SUPPORTED_MEGATRON}, or put a checkout of "
+            "Megatron-LM on PYTHONPATH"
+        )
+    if not supports_megatron(version):
+        raise ConfigurationError(f"megatron-core {version} is not supported: install one from {SUPPORTED_MEGATRON}")
 
 
 @functools.cache

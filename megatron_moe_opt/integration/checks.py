@@ -17,13 +17,11 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.row_format import SAME, Wire, WireFormat
 from megatron_moe_opt.systems import SYSTEMS, dispatcher_names, moves_samples, system_of
 from megatron_moe_opt.systems.expert_migration import NAME as EXPERT_MIGRATION
-from megatron_moe_opt.systems.megatron_config import given_flag, quantization
+from megatron_moe_opt.systems.megatron_config import FAKE_GROUP, given_flag, quantization
 from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, shown
 from megatron_moe_opt.topology.layouts import mixes_expert_gradients
 from megatron_moe_opt.versions import megatron_is_before
 
-FAKE_GROUP = "--fake-process-group"
-"""The flag by which Megatron-LM runs one rank of a job without the others."""
 GRAPHED = ("attn", "mlp", "mamba", "moe_router")
 """The values of --cuda-graph-scope that may be captured: they end before a dispatcher begins, or have none.
 (None has run on a GPU.)

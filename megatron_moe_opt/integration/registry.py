@@ -36,6 +36,7 @@ from megatron_moe_opt.integration.checks import (
     check_telemetry,
     is_upcycled,
 )
+from megatron_moe_opt.integration.dataset_helpers import compile_helpers_with_this_python
 from megatron_moe_opt.integration.layer.layer_passes import name_passes
 from megatron_moe_opt.integration.layer.layer_seam import LayerSlot, own_method
 from megatron_moe_opt.integration.layer.netmoe_layer import wrap_transformer_block
@@ -62,7 +63,7 @@ from megatron_moe_opt.runtime.job.same_start import Facts, check_alike
 from megatron_moe_opt.systems import dispatcher_names, system_names, system_of
 from megatron_moe_opt.systems.system import FLAG
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
-from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
+from megatron_moe_opt.versions import check_megatron
 
 FIELD = "moe_token_dispatcher_type"
 
@@ -85,7 +86,7 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
     new_controller()
     _compared.clear()
     forget_orders()
-    _check_version()
+    check_megatron()
     try:
         from megatron.core.transformer.moe.moe_layer import MoELayer
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -113,6 +114,7 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
     prioritize_expert_groups()
     follow_megatrons_timeouts()
     report_with_training_log()
+    compile_helpers_with_this_python()
     name_in_checkpoints("alltoall", lambda name: name in dispatcher_names())
     plug_into_bridge(reading_as_alltoall)
     before_validation(lambda arguments: check_arguments(arguments, _options, _refuses_unread))
@@ -184,17 +186,6 @@ def reading_as_alltoall(config: Any) -> Iterator[str]:
     finally:
         if name in dispatcher_names():
             setattr(config, FIELD, name)
-
-
-def _check_version() -> None:
-    version = megatron_version()
-    if version is None:
-        raise ConfigurationError(
-            f"megatron-core is not installed: install megatron-core {SUPPORTED_MEGATRON}, or put a checkout of "
-            "Megatron-LM on PYTHONPATH"
-        )
-    if not supports_megatron(version):
-        raise ConfigurationError(f"megatron-core {version} is not supported: install one from {SUPPORTED_MEGATRON}")
 
 
 def _stock_names(config_class: type) -> tuple[str, ...]:

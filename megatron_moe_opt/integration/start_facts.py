@@ -12,9 +12,8 @@ import torch
 
 from megatron_moe_opt import __version__
 from megatron_moe_opt.gpu_settings import CONNECTIONS, LAUNCH_ORDER, has_one_queue, launches_in_turn
-from megatron_moe_opt.integration.checks import FLAG
-from megatron_moe_opt.kernels.extension import ABI
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.systems.system import FLAG
 from megatron_moe_opt.versions import megatron_version
 
 _SIZES = ("num_moe_experts", "hidden_size", "sequence_parallel", "params_dtype")
@@ -25,13 +24,18 @@ _PLAIN = (bool, int, float, str, torch.dtype)
 
 
 def facts_of(options: Options, arguments: Sequence[str] = ()) -> dict[str, str | None]:
-    """Returns the facts of our options, the files that they name and what is installed, by the names that the user
-    knows.
+    """Returns the facts of the device, our options, the files that they name and what is installed, by the names that
+    the user knows.
 
     Args:
         arguments: of the script, among which the dispatcher is.
     """
+    # Not at the top: the package of kernels loads the extension, and who starts a job says where that fails.
+    from megatron_moe_opt.kernels.extension import ABI
+
     facts: dict[str, str | None] = {
+        # First: a rank without a GPU, which is on Gloo, differs from the others in some of the rest, too.
+        "the device": "CUDA" if torch.cuda.is_available() else "the CPU",
         "megatron-moe-opt": f"{__version__} (interface {ABI})",
         "megatron-core": megatron_version(),
         "torch": torch.__version__,

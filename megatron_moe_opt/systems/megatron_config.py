@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+FAKE_GROUP = "--fake-process-group"
+"""The flag by which Megatron-LM runs one rank of a job without the others."""
+
 
 def recomputed_modules(config: Any) -> list[str]:
     """Returns the modules that a TransformerConfig has recomputed one by one, in a backward pass."""

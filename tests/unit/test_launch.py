@@ -101,20 +101,27 @@ def test_the_recipe_behind_the_launcher_has_our_options(tmp_path):
     assert "pretrain_moe_gpt: error: --moe-opt-activation-budget 1048576 has nothing to choose" in printed
 
 
-def test_a_stale_extension_ends_in_one_sentence(script, monkeypatch, capsys):
-    from megatron_moe_opt.kernels import extension
-
-    def register_with_stale_extension(_, refuse_unread):
-        monkeypatch.setattr(extension, "ABI", -1)
-        extension.load_extension()
-
-    monkeypatch.setattr("megatron_moe_opt.launch.register", register_with_stale_extension)
-    with pytest.raises(SystemExit) as caught:
-        launch_main([str(script)])
-    assert caught.value.code == 2
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert message.startswith("moe-opt: error: The compiled extension of megatron-moe-opt is stale")
-    assert "rebuild it with `pip install --no-build-isolation -e .` in the megatron-moe-opt checkout" in message
+@pytest.mark.parametrize(
+    ("name", "stands_for_it", "said"),
+    [
+        ("megatron_moe_opt._C", "None", "The compiled extension of megatron-moe-opt is missing"),
+        (
+            "megatron_moe_opt._C",
+            "types.SimpleNamespace(build_info=lambda: {'torch': torch.__version__, 'version': '0', 'abi': 0})",
+            "The compiled extension of megatron-moe-opt is stale (built from version 0, interface 0; ",
+        ),
+        ("megatron", "None", "megatron-core is not installed: install megatron-core 0.16 to 0.20, or put a checkout"),
+    ],
+    ids=["no extension", "a stale extension", "no Megatron"],
+)
+def test_what_is_missing_ends_in_one_sentence(script, name, stands_for_it, said):
+    prepare = f"import runpy, sys, torch, types; sys.modules[{name!r}] = {stands_for_it}"
+    run = "runpy.run_module('megatron_moe_opt.launch', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", f"{prepare}; {run}", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 2 and "running as" not in result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"moe-opt: error: {said}")
 
 
 def test_a_gpu_that_pytorch_cannot_use_is_not_passed_over(script, monkeypatch, capsys):

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from megatron_moe_opt.integration.dataset_helpers import compile_helpers_with_this_python
 from megatron_moe_opt.integration.host.limits import check_host_arguments
 from megatron_moe_opt.integration.patching import around_import, replace, when_imported
 from megatron_moe_opt.integration.training_arguments import before_validation
@@ -66,7 +65,6 @@ def use_host_training() -> None:
     """Adapt megatron.training and what it starts with, where a script uses them."""
     # Required by the argument check for overlap on GPUs before Blackwell; no CUDA device reads it here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    compile_helpers_with_this_python()
     before_validation(check_host_arguments)
     when_imported("megatron.training.initialize", lambda module: replace(module, "initialize_megatron", _allow_no_cuda))
     when_imported("megatron.legacy.fused_kernels", lambda module: replace(module, "load", _no_fused_kernels))

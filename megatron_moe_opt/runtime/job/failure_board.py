@@ -9,6 +9,7 @@ closed, or waits longer than its group's timeout, calls the roll, and writes who
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import socket
@@ -18,18 +19,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils.checkpoint import _StopRecomputationError
 
 from megatron_moe_opt.errors import ConfigurationError, LayerError, RoutingError, printable, reason
-from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.job.job_store import connect_to_job_store, may_be_restarted, of_this_attempt
 from megatron_moe_opt.runtime.observed.layer_place import describe_place, is_beside
-
-_C = load_extension()
 
 POLL_S = 0.2
 POLLS_PER_S = 5000
@@ -119,7 +117,7 @@ class FailureBoard:
         which may wait for ever.
         """
         self._stopped.set()
-        _C.let_end()
+        _extension().let_end()
         if self.first is not None:
             self._exit()
         if self._served_by_rank == self.rank and self._answered(lambda: self._store.set(_ALARM, _END)):
@@ -254,7 +252,7 @@ class FailureBoard:
 
     def _rest(self, seconds: float) -> bool:
         """Waits. Returns whether there is no more to watch for; ends a process of which a thread has died."""
-        if what := _C.uncaught_exception():
+        if what := _extension().uncaught_exception():
             line = f"a thread has died of {what.splitlines()[0]}"
             # NCCL's watchdog dies of a collective that did not end, for which another rank may be to blame.
             if self.is_up:
@@ -262,7 +260,7 @@ class FailureBoard:
             else:
                 print(f"moe-opt: error: rank {self.rank}: {line}", file=sys.stderr, flush=True)
             if what.startswith("SIGABRT"):  # whose other handlers may say where it was, or a core is written
-                _C.let_end()
+                _extension().let_end()
                 time.sleep(GRACE_S)
             self._exit()
         return self._stopped.wait(seconds)
@@ -274,6 +272,16 @@ class FailureBoard:
             if stream is not None:
                 stream.flush()
         os._exit(1)
+
+
+@functools.cache
+def _extension() -> ModuleType:
+    """Returns the extension. Importing this module does not load it: who starts a job says in one sentence, with what
+    is here, that it is missing or stale.
+    """
+    from megatron_moe_opt.kernels.extension import load_extension
+
+    return load_extension()
 
 
 def _host(rank: int) -> str:
@@ -313,7 +321,7 @@ def start() -> None:
         return
     store = connect_to_job_store("failures")
     if store is not None:
-        _C.keep_uncaught_exceptions()
+        _extension().keep_uncaught_exceptions()
         of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         server, restarts = (None, may_be_restarted()) if of_launcher else (0, False)
         _board = FailureBoard(store, dist.get_rank(), dist.get_world_size(), server, restarts)

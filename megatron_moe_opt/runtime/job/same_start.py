@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_moe_opt.errors import ConfigurationError, DisagreementError, sentence
+from megatron_moe_opt.errors import ConfigurationError, DisagreementError, ExtensionError, sentence
 from megatron_moe_opt.runtime.job import failure_board
 from megatron_moe_opt.runtime.job.job_store import job_store
 
@@ -45,12 +45,12 @@ def start_alike(start: Callable[[], T], facts: Callable[[T], Facts], is_alone: b
 
     Raises:
         DisagreementError: on all ranks: what they differ in, or what only some of them are refused.
-        ConfigurationError: what all are refused, as `start` raised it.
+        ConfigurationError, ExtensionError: what all are refused, as `start` raised it.
     """
     ranks = range(1 if is_alone else _world())
     try:
         started = start()
-    except ConfigurationError as error:
+    except (ConfigurationError, ExtensionError) as error:
         check_alike(ranks, {}, str(error))
         raise
     check_alike(ranks, facts(started))

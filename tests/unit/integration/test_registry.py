@@ -22,6 +22,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import megatron_moe_opt
+from megatron_moe_opt import versions
 from megatron_moe_opt.errors import ConfigurationError, sentence
 from megatron_moe_opt.integration import checks, registry
 from megatron_moe_opt.integration.auto import first_step
@@ -423,13 +424,13 @@ def test_stock_is_left_alone():
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.21.0", "1.0"])
 def test_unsupported_megatron_is_refused(monkeypatch, version):
-    monkeypatch.setattr(registry, "megatron_version", lambda: version)
+    monkeypatch.setattr(versions, "megatron_version", lambda: version)
     with pytest.raises(ConfigurationError, match=f"megatron-core {version} is not supported: install one from 0.16"):
         megatron_moe_opt.register()
 
 
 def test_missing_megatron_is_refused(monkeypatch):
-    monkeypatch.setattr(registry, "megatron_version", lambda: None)
+    monkeypatch.setattr(versions, "megatron_version", lambda: None)
     with pytest.raises(ConfigurationError, match="megatron-core is not installed: install megatron-core 0.16 to 0.20"):
         megatron_moe_opt.register()
 

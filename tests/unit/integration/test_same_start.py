@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_moe_opt.errors import ExtensionError
 from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.runtime.job.same_start import difference
+from megatron_moe_opt.runtime.job import same_start
+from megatron_moe_opt.runtime.job.same_start import difference, start_alike
 
 
 def told(*facts: dict[str, str | None], refused: dict[int, str] | None = None) -> dict[int, dict[str, object]]:
@@ -35,6 +37,30 @@ def told(*facts: dict[str, str | None], refused: dict[int, str] | None = None) -
 )
 def test_a_difference_is_one_sentence(ranks, sentence):
     assert difference(ranks) == sentence
+
+
+def test_a_node_without_a_gpu_beside_others_is_named_first(monkeypatch):
+    """It would wait over Gloo for ranks on NCCL. The host backend has set the other variable."""
+    facts = []
+    for has_gpu, connections in ((False, "1"), (True, "32")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+        facts.append(facts_of(Options()))
+    assert difference(told(facts[1], facts[1], facts[0])) == (
+        "the ranks are not started alike: the device is CUDA on ranks 0, 1 and the CPU on rank 2; "
+        "CUDA_DEVICE_MAX_CONNECTIONS is not 1 on ranks 0, 1 and 1 on rank 2: give all ranks the same"
+    )
+
+
+def test_the_others_are_told_of_a_missing_extension(monkeypatch):
+    def start() -> None:
+        raise ExtensionError("The extension is missing: build it.")
+
+    compared = []
+    monkeypatch.setattr(same_start, "check_alike", lambda *told: compared.append(told))
+    with pytest.raises(ExtensionError):
+        start_alike(start, lambda _: {})
+    assert compared == [(range(1), {}, "The extension is missing: build it.")]
 
 
 def test_files_are_compared_by_what_is_in_them(tmp_path: Path):
