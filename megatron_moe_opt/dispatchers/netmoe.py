@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher
+from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, check_routed
 from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 from megatron_moe_opt.dispatchers.pipelining import Pipelining
 from megatron_moe_opt.dispatchers.sample_placement import Decided, LayerPlacement, background
@@ -176,9 +176,11 @@ class NetmoeDispatcher(Dispatcher):
         counts = gather.wait()  # host synchronisation: for the counts, the only one of a pass; packing is queued
         if not order.stays_home:
             _check_masked_alike(counts, self.groups)
-        if self.hops is None:
-            self.pipelining.observe(counts.rows.sum(2))
-        if self._learn and not counts.equal:
+        if isinstance(rows, RowsByExpert):
+            of_ranks = counts.rows.sum(2)
+            check_routed(rows.row_map, of_ranks[self.groups.ep_rank, self.groups.etp_rank])
+            self.pipelining.observe(of_ranks)
+        if self._learn and counts.differ:
             say_once("netmoe", "at home", lambda: AT_HOME)
         learn = self._learn and counts.equal
         sizes, alone = rows.row_bytes(), 0

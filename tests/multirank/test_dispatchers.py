@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_moe_opt.integration.host.devices import FACTORIES
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.versions import megatron_version
-from tests.ranks.devices import rank_device, same
+from tests.ranks.devices import difference, rank_device, same
 from tests.ranks.layers import BATCH, SEQUENCE, BesideStock, run_layer
 
 
@@ -273,3 +273,20 @@ def test_a_routing_that_others_have_put_in_place_may_choose_fewer_experts(ranks)
     """As a replay of routing does that names an expert twice for a token."""
     for is_replaced in (False, True):
         assert ranks.run(takes_topk_for_granted, is_replaced=is_replaced) == [not is_replaced] * 4
+
+
+def under_autocast() -> dict[str, tuple[bool, float]]:
+    """Returns of each dispatcher whether its layer returns stock's dtype under autocast, and its error."""
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        beside = BesideStock({"moe_shared_expert_intermediate_size": 32})
+        expected = beside.stock(beside._hidden)[0]
+        found = {name: beside.ours(name)(beside._hidden)[0] for name in ("monta", "parm", "mpmoe", "expert-migration")}
+    return {name: (one.dtype is expected.dtype, difference(one, expected)) for name, one in found.items()}
+
+
+def test_under_autocast_a_layer_returns_what_stock_s_does(ranks):
+    """float32 parameters: what a pipeline stage sends is in the dtype that the next one has room for."""
+    for found in ranks.run(under_autocast):
+        assert all(is_stocks and error < 1e-2 for is_stocks, error in found.values()), found

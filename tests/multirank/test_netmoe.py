@@ -137,10 +137,12 @@ def compare_case(
     sizes: tuple[tuple[tuple[int, int], ...], ...] = (),
     options: Options | None = None,
     replicated: bool = False,
+    frozen: bool = False,
     **arguments: Any,
 ) -> tuple[float, str, int]:
     """
     Args:
+        frozen: what is before the MoE layers is not trained: embedding and attention with its norm.
         replicated: ours is without sequence parallelism, which stock does not train.
         options: where rows are narrower on the wire, those of stock are rounded at the same places.
         sizes: of each step, by data-parallel rank: samples of a micro-batch, and tokens of each.
@@ -176,6 +178,8 @@ def compare_case(
             megatron_moe_opt.register()
             ours.model.load_state_dict(stock.model.state_dict())
             for trained in (stock, ours):
+                for name, parameter in trained.model.named_parameters():
+                    parameter.requires_grad_(not frozen or any(part in name for part in ("mlp", "output", "final")))
                 if bias != "router":
                     by_content(trained.model, bias)
             wire = SAME if options is None else options.wire
@@ -219,7 +223,9 @@ CASES = {
     | ONE,
     "ep4-dense-layer-between": {"layout": EP4, "settings": {"moe_layer_freq": [1, 0, 1]}, "bias": SKEWED},
     "ep4-one-local-expert": {"layout": EP4, "settings": RECOMPUTE | {"num_moe_experts": 4}} | ONE,
-    "ep4-shared-seq-aux-z": {"layout": EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_MOE} | O3 | ONE,
+    "ep4-shared-seq-aux-z-frozen": {"layout": EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_MOE, "frozen": True}
+    | O3
+    | ONE,
     "ep2-dp2-global-aux": {"layout": EP2, "settings": GLOBAL_AUX, "micro_batch": 3},
     "tp2-ep4-shared-seq-aux-z": {"layout": TP2_EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_ALL} | ONE,
     "tp2-ep4-replicated": {

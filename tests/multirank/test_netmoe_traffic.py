@@ -288,6 +288,26 @@ def test_passes_whose_samples_cannot_move_do_not_end_auto(ranks):
         assert causal and not unlike and packed and error < 1e-6
 
 
+def routed_to_fewer() -> None:
+    from megatron_moe_opt.runtime.moving_samples import sample_rows
+    from tests.ranks.megatron import parallel
+
+    stock = sample_rows.build_row_map_by_sample
+
+    def promised(*given: Any) -> Any:
+        row_map = stock(*given)
+        return replace(row_map, num_rows=row_map.num_rows + 1)
+
+    with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_rows, "build_row_map_by_sample", promised)
+        with pytest.raises(RuntimeError, match="were routed where --moe-router-topk gives .* NaNs"):
+            forward(build("netmoe"))
+
+
+def test_fewer_rows_than_promised_are_said_to_be_of_nans(ranks):
+    ranks.run(routed_to_fewer)
+
+
 def test_what_would_have_to_move_is_refused(ranks):
     for texts in ranks.run(refusals):
         packed, padding, positions, others, hook, distilled, masks = texts
@@ -308,6 +328,8 @@ def logged() -> tuple[list[str], list[tuple[str, float, int]]]:
     with parallel(ep=4), training_log() as (log, scalars, output):
         trained = build("netmoe", num_layers=2)
         reports.collect()
+        trained.forward_backward(forward_only=True)  # in training mode, as rollouts: none of its passes counts
+        assert not reports.collect()
         for iteration in (1, 2):
             forward(trained)
             log(iteration)

@@ -315,6 +315,29 @@ def test_what_is_added_to_a_layer_sees_all_tokens_or_is_refused(ranks):
         assert refused.startswith("router.adapter.weight was added to a MoE layer") and taken == [None, None]
 
 
+def summed_over_tp() -> list[float]:
+    """Returns the sums over TP of gradients in bfloat16 of which one rank's is 1 and those of the three others are too
+    small to be added to it one by one, whoever begins.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_moe_opt.integration.layer.replicated_tokens import _Edge
+    from tests.ranks.megatron import parallel
+
+    with parallel(tp=4):
+        edge = object.__new__(_Edge)
+        edge._group, edge._splits_rows = parallel_state.get_tensor_model_parallel_group(), False
+        own = torch.full((16,), 2.0**-9, dtype=torch.bfloat16)
+        own[dist.get_rank() :: 4] = 1.0
+        total = edge._complete(True, own)
+        assert total.dtype is own.dtype
+        return total.tolist()
+
+
+def test_gradients_of_half_precision_are_rounded_once_over_tp(ranks):
+    assert ranks.run(summed_over_tp) == [[1 + 2.0**-7] * 16] * 4
+
+
 def odd_length() -> None:
     from megatron_moe_opt.errors import ConfigurationError
     from megatron_moe_opt.integration.layer.moe_layer import build_layer

@@ -16,7 +16,12 @@ from megatron_moe_opt.integration.auto.first_step import FirstStep, refusal
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of
 from megatron_moe_opt.integration.layer.layer_seam import router_of
-from megatron_moe_opt.integration.layer.netmoe_layer import PassesSeen, block_adds_up_otherwise, check_seams
+from megatron_moe_opt.integration.layer.netmoe_layer import (
+    PassesSeen,
+    block_adds_up_otherwise,
+    check_seams,
+    in_blocks,
+)
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.integration.micro_batches import after_passes, later_micro_batches, not_after_passes, trains
 from megatron_moe_opt.option_values import AUTO
@@ -36,7 +41,7 @@ class Look:
         self.layers: list[PlannedLayer] = []
         self._routing: list[SampleRouting] = []
         """The routing of each layer where `netmoe` could run; empty under a plan.json, which says whether it does."""
-        self._passes: list[PassesSeen] = []
+        self._passes = PassesSeen()
         """The passes of the blocks that these layers are in."""
         self._after_passes: memory_room.InUse | None = None
         self._schedules = 0
@@ -54,7 +59,7 @@ class Look:
             self._until_begun.append(before_pass(layer.layer, self._begin))
         if added and self.options.plan is None and refusal(self.config, NETMOE.name) is None:
             self._routing += [SampleRouting(layer.layer) for layer in added]
-            self._passes.append(PassesSeen([layer.layer for layer in added]))
+            self._passes.at(layer.layer for layer in added)
 
     def again(self) -> None:
         """Begins to look anew: the step that was under way counts for nothing, and the next one does."""
@@ -101,15 +106,14 @@ class Look:
         if not self._routing:
             return None, None
         heard, layer, groups = self._routing, self.layers[0].layer, self.layers[0].groups
-        routing = [one.take() for one in heard]
-        belongs = [what for seen in self._passes if (what := seen.take()) is not None]
+        taken, belongs = [one.take() for one in heard], self._passes.take()
+        routing = [[taken[place] for place in of_block] for of_block in in_blocks(one.layer for one in heard)]
         at_home = keeps_home(self.config, heard) or block_adds_up_otherwise([one.layer for one in self.layers])
-        if at_home is None and belongs:
-            at_home = f"{belongs[0]} would not follow samples that move"
+        if at_home is None and belongs is not None:
+            at_home = f"{belongs} would not follow samples that move"
         try:
             check_seams()
-            blocks = self.config.virtual_pipeline_model_parallel_size or 1
-            return saving_of(routing, router_of(layer).tp_cp_group, groups, blocks), at_home
+            return saving_of(routing, router_of(layer).tp_cp_group, groups), at_home
         except ConfigurationError as error:  # on all ranks of the group
             return None, str(error)
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -91,48 +92,55 @@ def _scaled_together(config: Any) -> str | None:
     return None if config.fp8 and config.fp8_recipe in ("mxfp8", "blockwise") else quantization(config)
 
 
-def saving_of(routing: Sequence[np.ndarray], tp: ProcessGroup, groups: ExpertGroups, blocks: int) -> float | None:
+Blocks = Sequence[Sequence[np.ndarray]]
+"""The routing, [P, B, E], of each MoE layer of a rank, in their order, for each transformer block: between blocks, the
+virtual stages of a pipeline, samples are at home.
+"""
+
+
+def saving_of(routing: Blocks, tp: ProcessGroup, groups: ExpertGroups) -> float | None:
     """Returns the part of the bytes between nodes that placing samples would have saved.
 
     A collective call over the joint group.
 
     Args:
-        routing: [P, B, E] of each of this rank's MoE layers, in their order.
+        routing: of this rank.
         tp: the ranks that a sample is cut over.
-        blocks: parts of the layers that run in one go, between which samples are at home: virtual pipeline stages.
 
     Returns:
         On the group's first rank; None on the others, and where it cannot be told.
     """
     holders = SampleHolders.of(tp, groups)
-    of_ranks = known_to_all(list(routing), groups.joint)
-    return replayed(of_ranks, holders, blocks) if groups.joint.rank() == 0 else None
+    of_ranks = known_to_all(routing, groups.joint)
+    return replayed(of_ranks, holders) if groups.joint.rank() == 0 else None
 
 
-def replayed(of_ranks: Sequence[Sequence[np.ndarray]], holders: SampleHolders, blocks: int) -> float | None:
+def replayed(of_ranks: Sequence[Blocks], holders: SampleHolders) -> float | None:
     """Returns what `saving_of` says, from what all ranks of the joint group have seen; None where they are unlike."""
-    shapes = {of_layer.shape for of_rank in of_ranks for of_layer in of_rank}
-    numbers = {len(of_rank) for of_rank in of_ranks}
-    if len(shapes) != 1 or 0 in min(shapes) or len(numbers) != 1 or min(numbers) % blocks:
+    of_layers = [[*chain.from_iterable(of_rank)] for of_rank in of_ranks]
+    shapes = {of_layer.shape for of_rank in of_layers for of_layer in of_rank}
+    lengths, *others = {tuple(map(len, of_rank)) for of_rank in of_ranks}
+    if len(shapes) != 1 or 0 in min(shapes) or others:
         return None
-    counts = np.array(of_ranks)  # [joint, L, P, B, E]
+    counts = np.array(of_layers)  # [joint, L, P, B, E]
     counts = counts[holders.ranks].sum(axis=1).transpose(2, 1, 0, 3, 4)  # [P, L, holders, B, E]
     passes, layers, _, samples, experts = counts.shape
     position_device = np.repeat(holders.holder_device, samples)
     if len(set(np.bincount(position_device))) != 1:
         return None  # a replay has as many samples on each device
     counts = counts.reshape(passes, layers, -1, experts)[:, :, np.argsort(position_device, kind="stable")]
-    device_node, per_block = holders.device_node, layers // blocks
-    if per_block == 1 or len(set(device_node)) == 1:
+    device_node = holders.device_node
+    if len(set(device_node)) == 1:
         return 0.0
     expert_device = np.repeat(holders.ep_device, experts // len(holders.ep_device))
-    savings = []
-    for first in range(0, layers, per_block):
-        of_block = counts[:, first : first + per_block]
-        devices = np.tile(expert_device, (per_block, 1))
-        done = replay(of_block[:, :MOST_LAYERS], devices[:MOST_LAYERS], device_node, place_samples)
-        savings.append(done.reduction("predicted") * decided_share(of_block, devices, device_node))
-    return max(0.0, float(np.mean(savings)))
+    saved = 0.0
+    for of_block in np.split(counts, np.cumsum(lengths)[:-1], axis=1):
+        number = of_block.shape[1]
+        if number > 1:  # alone, a layer would have to bring home what it moves
+            devices = np.tile(expert_device, (number, 1))
+            done = replay(of_block[:, :MOST_LAYERS], devices[:MOST_LAYERS], device_node, place_samples)
+            saved += number * done.reduction("predicted") * decided_share(of_block, devices, device_node)
+    return max(0.0, float(saved / layers))
 
 
 def worth_moving(

@@ -27,7 +27,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.hooks_of_others import HookOfOthers, hooks_of_others
 from megatron_moe_opt.integration.layer.layer_seam import own_method, router_of
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, split_over_tp
-from megatron_moe_opt.integration.micro_batches import trains
+from megatron_moe_opt.integration.micro_batches import follow_micro_batches, trains
 from megatron_moe_opt.integration.observe.netmoe_report import watch
 from megatron_moe_opt.integration.patching import is_wrapped, seam_moved, wrap_once
 from megatron_moe_opt.topology.group_cache import cached_by_group
@@ -121,6 +121,15 @@ def _blocks_of(moe_layers: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(blocks))
 
 
+def in_blocks(moe_layers: Iterable[Any]) -> list[list[int]]:
+    """Returns the places among MoE layers of those that are in each transformer block, in turn."""
+    found: dict[Any, list[int]] = {}
+    for place, layer in enumerate(moe_layers):
+        for block in _blocks_of([layer]):
+            found.setdefault(block, []).append(place)
+    return [*found.values()]
+
+
 def _link(block: Any, stays_home: bool = False) -> None:
     """Links the layers of a block that have netmoe's dispatcher, if they are not.
 
@@ -136,6 +145,7 @@ def _link(block: Any, stays_home: bool = False) -> None:
         raise ConfigurationError(
             f"--moe-token-dispatcher-type netmoe moves residuals with the sums of experts, and {why}: use monta"
         )
+    follow_micro_batches()
     order = SampleOrder(stays_home)
     for layer in layers:
         moe = layer.mlp
@@ -228,7 +238,7 @@ def _let_samples_move(layer: Any) -> None:
             say_once("netmoe", "aux_loss", lambda: _AUX_LOSS)
         residual = _as_experts_take_it(layer, hidden_states, packed)
         residual = split_over_tp(residual, moe.tp_group) if replicated else residual
-        _dispatcher_of(layer).hand_over(residual, learn=layer.training)
+        _dispatcher_of(layer).hand_over(residual, learn=trains(layer))
         moe.moe_layer_recompute = False  # with the norm, below: its input goes along
         is_handed_over = True
         try:
@@ -248,6 +258,9 @@ def _let_samples_move(layer: Any) -> None:
         packed = given.get("packed_seq_params")
         if not recomputes:
             return handing_over(packed, hidden_states, *args, **kwargs)
+        if torch.is_grad_enabled() and any(one.requires_grad for one in layer.pre_mlp_layernorm.parameters()):
+            # As the norm's output does, with which stock's recomputation begins: what is before it may be frozen.
+            hidden_states = hidden_states if hidden_states.requires_grad else hidden_states.detach().requires_grad_()
         return tensor_parallel.checkpoint(
             lambda hidden: handing_over(packed, hidden, *args, **kwargs), False, hidden_states
         )
@@ -282,16 +295,18 @@ def _as_experts_take_it(layer: Any, hidden_states: torch.Tensor, packed: Any) ->
 class PassesSeen:
     """The training passes of the blocks that MoE layers are in, under any dispatcher: could samples move in them?"""
 
-    def __init__(self, moe_layers: Iterable[Any]) -> None:
-        """
-        Args:
-            moe_layers: whose block may be still being built: it is known when it is done.
-        """
-        self._moe_layers = tuple(moe_layers)
+    def __init__(self) -> None:
+        self._moe_layers: list[Any] = []
         self._handles: dict[Any, Any] = {}
         """The hook on each block."""
         self._what: str | None = None
         _seeing.add(self)
+
+    def at(self, moe_layers: Iterable[Any]) -> None:
+        """Sees the passes of these layers' blocks too, of which one may be still being built: it is known when it is
+        done.
+        """
+        self._moe_layers += moe_layers
         self.watch()
 
     def watch(self) -> None:

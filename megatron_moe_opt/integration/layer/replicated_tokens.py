@@ -211,12 +211,14 @@ class _Edge:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def _complete(self, always: bool, grad: torch.Tensor) -> torch.Tensor:
-        """Returns a gradient's sum over TP, where a rank has seen its part of the tokens: the router only under S1."""
+        """Returns a gradient's sum over TP, rounded once, where a rank has seen its part of the tokens: the router only
+        under S1.
+        """
         if not always and self._splits_rows:
             return grad
-        grad = grad.clone()
-        dist.all_reduce(grad, group=self._group)
-        return grad
+        total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+        dist.all_reduce(total, group=self._group)
+        return total.to(grad.dtype)
 
     def _take_tokens_of_both(self, shared_experts: Any) -> None:
         """Lets shared experts that were built for a part of the tokens take and return all of them, under S2."""

@@ -144,6 +144,8 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns the layer's output [S/TP, B, H]: the sum of each token's rows, and the shared experts'."""
         output = self.dispatcher.unpermute(hidden_states, self._dispatched).view(self.hidden_shape)
+        if torch.is_autocast_enabled(output.device.type):  # as experts return it, which stock's rows come back in
+            output = output.to(torch.get_autocast_dtype(output.device.type))
         self._dispatched = None  # the autograd graph keeps what backward needs
         if self.shared_experts is not None:
             output = output + self.shared_experts.get_output()

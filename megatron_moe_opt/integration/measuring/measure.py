@@ -171,7 +171,13 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         )
 
 
-_LAST_PARTS = ("experts", "all_to_all beside all_gather", "lanes side by side", "rows on the rank")
+_LAST_PARTS = {
+    "experts": 2 * SHARES_OF_EXPERTS,
+    "all_to_all beside all_gather": 1,
+    "lanes side by side": SLOWDOWN_SHARES + 1,  # and the overhead
+    "rows on the rank": 2,  # and computing alone
+}
+"""What is measured behind the moves and the codec, and how many shares of the time it gets."""
 
 
 def room_beside(device: torch.device, communicators: int) -> int | None:
@@ -205,7 +211,7 @@ class _Measured:
     ) -> None:
         """
         Args:
-            others: curves that are measured besides those of the moves, the experts and SAA.
+            others: curves that are measured besides those of the moves and _LAST_PARTS.
             room: bytes that are free on every rank; None: enough.
         """
         self.curves: dict[tuple[Kind, str | None], Points] = {}
@@ -213,11 +219,7 @@ class _Measured:
         self._meter, self._seconds, self._moves, self._groups = meter, seconds, moves, groups
         self._ranks = {role: tuple(dist.get_process_group_ranks(group)) for role, group in groups.items()}
         self._sizes = _fitting(SIZES, _SIDES, room)
-        # Besides the moves: the experts' two passes, lanes side by side, SAA, the overhead, rows on the rank, and
-        # computing alone.
-        self._shares_left = (
-            len({self._key(load) for load in moves}) + others + 2 * SHARES_OF_EXPERTS + SLOWDOWN_SHARES + 4
-        )
+        self._shares_left = len({self._key(load) for load in moves}) + others + sum(_LAST_PARTS.values())
         self._known: dict[Hashable, Points] = {}
 
     def add(self, load: Load) -> None:

@@ -69,10 +69,11 @@ class RowCosts:
 
     def volumes(self, counts: np.ndarray, here: np.ndarray, there: np.ndarray, beside: int) -> tuple[Volume, Volume]:
         """Returns what SampleCosts.volumes says."""
-        nodes = self._holders.rank_node
-        across = int((nodes[here] != nodes[there]).sum())
+        etp_size = self._holders.etp_size  # what stays on an EP rank is no message, whichever of its shards has it
+        ep_here, ep_there, nodes = here // etp_size, there // etp_size, self._holders.rank_node[::etp_size]
+        across = int((nodes[ep_here] != nodes[ep_there]).sum())
         combined = self.of_ranks(counts, there)
-        inter, intra = combined.inter + beside * across, beside * (int((here != there).sum()) - across)
+        inter, intra = combined.inter + beside * across, beside * (int((ep_here != ep_there).sum()) - across)
         return self.of_ranks(counts, here), Volume(inter, combined.intra + intra, combined.local)
 
     def of_ranks(self, counts: np.ndarray, rank: np.ndarray) -> Volume:

@@ -33,9 +33,14 @@ class SampleCounts:
     """Whether a rank's samples are masked in another way than all others, bool [ep_size, etp_size]."""
 
     @property
+    def differ(self) -> bool:
+        """Whether ranks have different numbers of samples, or samples of different lengths."""
+        return not bool((self.parts == self.parts[0, 0, 0]).all())
+
+    @property
     def equal(self) -> bool:
         """Whether all ranks have equally many samples, equally long and masked alike, which can change places."""
-        return bool((self.parts == self.parts[0, 0, 0]).all()) and not bool(self.unlike.any())
+        return not self.differ and not bool(self.unlike.any())
 
 
 @dataclass

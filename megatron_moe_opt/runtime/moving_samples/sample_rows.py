@@ -78,14 +78,14 @@ class RowsByExpert(MovingRows):
         """
         self._groups, self._shape, (self._level, self._num_chunks) = groups, shape, pipeline
         self._wire, self._apart = wire, apart
-        self._row_map = build_row_map_by_sample(routing_map, shape[1], num_rows)
+        self.row_map = build_row_map_by_sample(routing_map, shape[1], num_rows)
         self.counts = count_routing_map(routing_map, shape[1])
         self._residual = self._notes = None
         self._own: OwnRows | None = None
 
     def pack(self, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """See MovingRows. A note is twice the token's number in its sample, and 1 more on the residual's way back."""
-        by_expert, rows = self._row_map, self._row_map.cut(self._num_chunks)
+        by_expert, rows = self.row_map, self.row_map.cut(self._num_chunks)
         check_tokens_have_rows(rows.offsets.diff() > 0)
         packed, self._own = permuted(tokens, probs, rows, self._wire)
         notes = torch.empty_like(by_expert.sources, dtype=torch.int32)

@@ -15,43 +15,46 @@ from megatron_moe_opt.topology.sample_holders import SampleHolders
 TWO_NODES = SampleHolders.from_ranks([0, 1], ([0], [1]), ("a", "b"), 1)
 
 
-def routed(prefers: list[int], layers: int = 4, passes: int = 4) -> list[np.ndarray]:
+def routed(prefers: list[int], blocks: tuple[int, ...] = (4,), passes: int = 4) -> list[list[np.ndarray]]:
     """Returns the routing of a rank whose samples each send 30 tokens to one expert of four, and
-    one to each of the others.
+    one to each of the others; in blocks of so many layers.
     """
     counts = np.ones((passes, len(prefers), 4), np.int64)
     counts[:, np.arange(len(prefers)), prefers] = 30
-    return [counts] * layers
+    return [[counts] * layers for layers in blocks]
 
 
 def test_samples_that_prefer_experts_of_the_other_node_would_go_there():
     """Each has 32 of 33 tokens for one node. Stock leaves them on the other one; of 4 layers' 8 all-to-alls 2 stay."""
-    saved = replayed([routed([2, 3]), routed([0, 1])], TWO_NODES, blocks=1)
+    saved = replayed([routed([2, 3]), routed([0, 1])], TWO_NODES)
     crossing, moved = 31, 2
     assert saved == pytest.approx((1 - moved / crossing) * 6 / 8, abs=0.01)
-    assert replayed([routed([0, 1]), routed([2, 3])], TWO_NODES, blocks=1) == pytest.approx(0.0, abs=0.01)
+    assert replayed([routed([0, 1]), routed([2, 3])], TWO_NODES) == pytest.approx(0.0, abs=0.01)
 
 
 def test_samples_are_at_home_between_virtual_stages():
-    of_ranks = [routed([2, 3]), routed([0, 1])]
-    assert replayed(of_ranks, TWO_NODES, blocks=2) == pytest.approx(replayed(of_ranks, TWO_NODES, 1) * 4 / 6, abs=0.01)
-    assert replayed(of_ranks, TWO_NODES, blocks=4) == 0.0  # alone, a layer would have to bring home what it moves
+    def saved(*blocks: int) -> float | None:
+        return replayed([routed([2, 3], blocks), routed([0, 1], blocks)], TWO_NODES)
+
+    assert saved(2, 2) == pytest.approx(saved(4) * 4 / 6, abs=0.01)
+    assert saved(1, 1, 1, 1) == 0.0  # alone, a layer would have to bring home what it moves
+    assert saved(1, 3) == pytest.approx(saved(3) * 3 / 4)
 
 
 def test_parts_of_a_sample_on_the_ranks_of_a_tp_group_are_added():
     of_tp_2 = SampleHolders.from_ranks([0, 1, 2, 3], ([0, 1], [0, 1], [2, 3], [2, 3]), ("a", "a", "b", "b"), 2)
-    whole = replayed([routed([2, 3]), routed([0, 1])], TWO_NODES, blocks=1)
+    whole = replayed([routed([2, 3]), routed([0, 1])], TWO_NODES)
     halves = [routed([2, 3]), routed([2, 3]), routed([0, 1]), routed([0, 1])]
-    assert replayed(halves, of_tp_2, blocks=1) == pytest.approx(whole, abs=0.01)
+    assert replayed(halves, of_tp_2) == pytest.approx(whole, abs=0.01)
 
 
 def test_what_is_unlike_is_not_replayed():
     alike = routed([2, 3])
-    assert replayed([alike, routed([0, 1, 2])], TWO_NODES, 1) is None
-    assert replayed([alike, alike[:2]], TWO_NODES, 1) is None
-    assert replayed([[np.zeros((0, 0, 0), np.int64)]] * 2, TWO_NODES, 1) is None
-    assert replayed([alike, alike], TWO_NODES, blocks=3) is None
-    assert replayed([alike, alike], SampleHolders.from_ranks([0, 1], ([0], [1]), ("a", "a"), 1), 1) == 0.0
+    assert replayed([alike, routed([0, 1, 2])], TWO_NODES) is None
+    assert replayed([alike, routed([2, 3], (2, 2))], TWO_NODES) is None
+    assert replayed([[[np.zeros((0, 0, 0), np.int64)]]] * 2, TWO_NODES) is None
+    assert replayed([[], []], TWO_NODES) is None
+    assert replayed([alike, alike], SampleHolders.from_ranks([0, 1], ([0], [1]), ("a", "a"), 1)) == 0.0
 
 
 def test_it_counts_the_tokens_of_each_sample():

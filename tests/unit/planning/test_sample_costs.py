@@ -130,6 +130,11 @@ def test_where_experts_are_cut_links_are_those_between_shards_of_one_rank():
         other = sum(int(asked[:, 1 - rank // 2].sum()) for asked, rank in zip(asks, there, strict=True))
         _, volume = costs.volumes(counts[:, 0].numpy(), np.arange(RANKS), np.array(there), TOKENS)
         assert (volume.inter, volume.intra) == (other, 0)
+    # By rows: shards of one rank that change their samples send each other nothing.
+    for there, beside in (([1, 0, 3, 2], 0), ([2, 1, 0, 3], 2 * TOKENS)):
+        rows, sent = RowCosts(of, EXPERTS), routing.sum(1).numpy()
+        (_, without), (_, with_) = (rows.volumes(sent, np.arange(RANKS), np.array(there), one) for one in (0, TOKENS))
+        assert (with_.inter - without.inter, with_.intra - without.intra) == (beside, 0)
 
 
 def test_on_one_level_ranks_are_what_a_token_touches():
