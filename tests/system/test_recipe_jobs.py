@@ -279,6 +279,20 @@ def test_runs_in_a_container(cluster):
         assert refused.returncode == 2 and "CHECKPOINTS: runs/mine is not where a container starts" in refused.stderr
 
 
+def test_a_container_that_is_a_file_gets_its_whole_path(cluster, tmp_path, monkeypatch):
+    """To pyxis `image.sqsh` is an image in a registry."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "image.sqsh").touch()
+    for given, used in (
+        ("image.sqsh", tmp_path / "image.sqsh"),
+        ("./image.sqsh", "./image.sqsh"),
+        ("nvcr.io#nvidia/pytorch:25.10-py3", "nvcr.io#nvidia/pytorch:25.10-py3"),
+    ):
+        cluster.save("0")
+        cluster.job(CONTAINER=given, CONTAINER_MOUNTS="/data:/data", SAVES="500000")
+        assert f"--container-image={used}" in cluster.note("srun")
+
+
 def test_no_rank_trains_that_does_not_see_the_jobs_folder(cluster):
     result = cluster.job(NOT_SHARED="yes", SAVES="500000")
     assert result.returncode == 2 and cluster.note("arguments") == []
