@@ -155,16 +155,20 @@ def _megatron() -> Iterator[Finding]:
 
 def _optional_libraries() -> Iterator[Finding]:
     for subject, module, use in (
-        ("Transformer Engine", "transformer_engine", "layers of pretrain_gpt.py by default, and of the recipes"),
+        # The package alone can be imported even where its part for PyTorch, which Megatron then asks for, cannot.
+        ("Transformer Engine", "transformer_engine.pytorch", "layers of pretrain_gpt.py by default, and of the recipes"),
         ("Apex", "apex", "--gradient-accumulation-fusion, which Megatron-LM has on by default"),
     ):
-        if find_spec(module) is None:
+        package = module.partition(".")[0]
+        if find_spec(package) is None:
             yield Finding(subject, f"not installed; not needed by this package (on GPUs: {use})")
-        elif (problem := _import_problem(module)) is not None:  # with which Megatron does not begin either
-            found = f"{_version_of(module.replace('_', '-'))}, and cannot be imported: {problem}"
+            continue
+        version = _version_of(package.replace("_", "-"))
+        if (problem := _import_problem(module)) is not None:  # with which Megatron does not begin either
+            found = f"{version}, and cannot be imported: {problem}"
             yield Finding(subject, found, "install it anew for this PyTorch, or remove it")
         else:
-            yield Finding(subject, _version_of(module.replace("_", "-")))
+            yield Finding(subject, version)
 
 
 def _import_problem(module: str) -> str | None:

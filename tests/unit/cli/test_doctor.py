@@ -171,7 +171,12 @@ def test_a_library_that_cannot_be_imported(monkeypatch, tmp_path):
     finding = _finding("Transformer Engine")
     assert finding.found.endswith("cannot be imported: OSError: libcudart.so.13: cannot open shared object file")
     assert finding.mend and finding.required and _doctor()[0] == 1
-    (package / "__init__.py").write_text("")
+    # It keeps to itself that its part for PyTorch, which Megatron imports then, is of another PyTorch.
+    (package / "__init__.py").write_text("try:\n    from . import pytorch\nexcept ImportError:\n    pass\n")
+    (package / "pytorch.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    finding = _finding("Transformer Engine")
+    assert finding.found.endswith("cannot be imported: ImportError: undefined symbol: _ZN3c10") and finding.required
+    (package / "pytorch.py").write_text("")
     assert _finding("Transformer Engine").mend == ""
 
 
