@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from megatron_moe_opt.planning.costs.differences import differences
 
@@ -19,6 +20,8 @@ NEW_CLASS = "TORCH_DIST_USE_NCCL2"
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 SHARED = "MOE_OPT_SHARED_GPUS"
 """Environment variable of ours: 1, where ranks of a node are to share its GPUs, which serves tests."""
+A_GPU = Path("/dev/nvidia0")
+"""A device that a node with NVIDIA's GPUs has, whether PyTorch can use them or not."""
 _YES = ("1", "t", "true", "y", "yes")
 """What PyTorch reads as on, in any case."""
 _BY_DEFAULT = 8
@@ -60,6 +63,15 @@ def demands_one_queue(tp: int, cp: int, capability: int) -> bool:
         capability: the GPU's major compute capability.
     """
     return max(tp, cp) > 1 and capability < _FIRST_THAT_NEEDS_NO_ORDER
+
+
+def has_unusable_gpu() -> bool:
+    """Whether this node has a GPU that PyTorch cannot use, and nobody has switched it off: training refuses then, or
+    it would run on the CPU for as long as the job may take.
+    """
+    import torch  # here: moe-opt plan, which asks for other settings, runs without it
+
+    return not torch.cuda.is_available() and A_GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 
 
 def launches_in_turn() -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from megatron_moe_opt import register, use_host_backend
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError
+from megatron_moe_opt.gpu_settings import has_unusable_gpu
 from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.runtime.job.same_start import say_together, start_alike
@@ -24,9 +25,6 @@ from megatron_moe_opt.systems.megatron_config import FAKE_GROUP
 from megatron_moe_opt.versions import check_megatron
 
 # Nothing above loads the extension or imports Megatron: where one is missing or stale, `main` says so in one sentence.
-
-A_GPU = Path("/dev/nvidia0")
-"""A device that a node with NVIDIA's GPUs has, whether PyTorch can use them or not."""
 
 
 def run_script(path: Path, arguments: list[str]) -> None:
@@ -75,7 +73,7 @@ def _start(path: Path, arguments: list[str]) -> tuple[Options, list[str]]:
     options, remaining = split_options(arguments)
     if first_rank and {"-h", "--help"} & set(remaining):
         print(options_help())
-    if not torch.cuda.is_available() and A_GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+    if has_unusable_gpu():
         raise ConfigurationError(
             f"this node has a GPU, and PyTorch {torch.__version__} cannot use it: see what nvidia-smi and moe-opt "
             "doctor say, or set CUDA_VISIBLE_DEVICES= to train on the CPU"

@@ -18,7 +18,7 @@ from rich.table import Table
 
 import megatron_moe_opt
 from megatron_moe_opt.cli.console import report_console
-from megatron_moe_opt.gpu_settings import NEW_CLASS
+from megatron_moe_opt.gpu_settings import NEW_CLASS, has_unusable_gpu
 from megatron_moe_opt.versions import (
     NEWEST_MEGATRON,
     OLDEST_MEGATRON,
@@ -107,9 +107,9 @@ def _torch() -> Iterator[Finding]:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         yield Finding("devices", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
-    elif shutil.which("nvidia-smi"):
-        mend = "install a CUDA build of PyTorch that this driver supports"
-        yield Finding("devices", "nvidia-smi is here, but PyTorch sees no CUDA device", mend, required=False)
+    elif has_unusable_gpu():
+        mend = "install a CUDA build of PyTorch that this driver supports, or set CUDA_VISIBLE_DEVICES= for the CPU"
+        yield Finding("devices", "a GPU is here, and PyTorch cannot use it", mend)
     else:
         yield Finding("devices", f"no CUDA device: Megatron-Core runs on the CPU ({os.cpu_count()} cores) over Gloo")
     known = ("nccl", "gloo", "mpi", "ucc")
@@ -156,7 +156,7 @@ def _megatron() -> Iterator[Finding]:
 def _optional_libraries() -> Iterator[Finding]:
     for subject, module, use in (
         # The package alone can be imported even where its part for PyTorch, which Megatron then asks for, cannot.
-        ("Transformer Engine", "transformer_engine.pytorch", "layers of pretrain_gpt.py by default, and of the recipes"),
+        ("Transformer Engine", "transformer_engine.pytorch", "layers of pretrain_gpt.py by default and of the recipes"),
         ("Apex", "apex", "--gradient-accumulation-fusion, which Megatron-LM has on by default"),
     ):
         package = module.partition(".")[0]

@@ -126,7 +126,7 @@ def test_what_is_missing_ends_in_one_sentence(script, name, stands_for_it, said)
 
 def test_a_gpu_that_pytorch_cannot_use_is_not_passed_over(script, monkeypatch, capsys):
     """Or its ranks would train on the CPU, for as long as the job may take."""
-    monkeypatch.setattr("megatron_moe_opt.launch.A_GPU", script)
+    monkeypatch.setattr("megatron_moe_opt.gpu_settings.A_GPU", script)
     monkeypatch.setattr("megatron_moe_opt.launch.run_script", lambda *_: None)
     monkeypatch.setattr("megatron_moe_opt.launch.register", lambda *_, refuse_unread: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

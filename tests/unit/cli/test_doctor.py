@@ -154,12 +154,17 @@ def test_extension_without_cuda_beside_a_pytorch_for_cuda(monkeypatch):
     assert finding.mend.startswith("for GPUs: MOE_OPT_CUDA=ON pip install") and not finding.required
 
 
-def test_gpu_that_pytorch_does_not_see(monkeypatch):
+def test_gpu_that_pytorch_cannot_use(monkeypatch, tmp_path):
+    """With which the launcher refuses to train, unless it is switched off."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/bin/{tool}")
+    monkeypatch.setattr("megatron_moe_opt.gpu_settings.A_GPU", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     finding = _finding("devices")
-    assert "sees no CUDA device" in finding.found and "CUDA build of PyTorch" in finding.mend
-    assert not finding.required  # the CPU can train
+    assert finding.found == "a GPU is here, and PyTorch cannot use it" and "CUDA build of PyTorch" in finding.mend
+    code, text = _doctor()
+    assert code == 1 and "Training cannot run yet: mend devices." in text
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "runs on the CPU" in _finding("devices").found and _finding("devices").mend == ""
 
 
 def test_a_library_that_cannot_be_imported(monkeypatch, tmp_path):
