@@ -134,12 +134,33 @@ def _extension() -> Iterator[Finding]:
         yield Finding("extension", found, mend)
         return
     found = ", ".join(f"{name} {value}" for name, value in built.items() if value != "")
-    has_gpu = torch.cuda.is_available()
-    if built["backend"] == "cuda" or not (has_gpu or torch.version.cuda):
-        yield Finding("extension", found)
-        return
+    has_gpu, has_kernels = torch.cuda.is_available(), built["backend"] == "cuda"
     mend = "MOE_OPT_CUDA=ON pip install --no-build-isolation -e . in the checkout, with nvcc on PATH"
-    yield Finding("extension", f"{found} (no CUDA kernels)", mend if has_gpu else f"for GPUs: {mend}", required=has_gpu)
+    lacking = _without_kernels(str(built["cuda_archs"])) if has_gpu and has_kernels else []
+    if lacking:
+        archs = ";".join(map(str, lacking))
+        found += f" (no kernels for GPUs that are here: sm_{archs})"
+        yield Finding("extension", found, f"MOE_OPT_CUDA_ARCHS='{archs}' {mend}")
+    elif has_kernels or not (has_gpu or torch.version.cuda):
+        yield Finding("extension", found)
+    else:
+        mend = mend if has_gpu else f"for GPUs: {mend}"
+        yield Finding("extension", f"{found} (no CUDA kernels)", mend, required=has_gpu)
+
+
+def _without_kernels(archs: str) -> list[int]:
+    """Returns the architectures of this node's GPUs that can run nothing of what was compiled for these: machine code
+    runs on GPUs of its own major version, from its minor version on; PTX, which the last one has, on all that follow.
+    """
+    import torch
+
+    compiled = [int(arch.rstrip("af")) for arch in archs.split(",")]
+    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    return [
+        here
+        for here in sorted({10 * major + minor for major, minor in capabilities})
+        if here < compiled[-1] and not any(arch // 10 == here // 10 and arch <= here for arch in compiled)
+    ]
 
 
 def _megatron() -> Iterator[Finding]:

@@ -144,6 +144,28 @@ def test_extension_without_cuda_on_a_gpu(monkeypatch):
     assert "nvcc on PATH" in finding.mend and finding.required
 
 
+@pytest.mark.parametrize(
+    ("archs", "capabilities", "without"),
+    [
+        ("80,90,100", [(8, 0), (8, 9), (9, 0), (10, 3), (12, 0)], None),
+        ("80,90,100", [(9, 0), (7, 5), (7, 0)], "70;75"),
+        ("90a", [(8, 0)], "80"),
+        ("89,90", [(8, 6), (8, 9)], "86"),
+    ],
+)
+def test_an_extension_for_other_gpus(monkeypatch, archs, capabilities, without):
+    built = {"backend": "cuda", "cuda_archs": archs}
+    monkeypatch.setattr("megatron_moe_opt.kernels.extension.build_info", lambda: built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+    (finding,) = doctor_module._extension()
+    assert bool(finding.mend) == (without is not None)
+    if without is not None:
+        assert f"(no kernels for GPUs that are here: sm_{without})" in finding.found and finding.required
+        assert finding.mend.startswith(f"MOE_OPT_CUDA_ARCHS='{without}' MOE_OPT_CUDA=ON pip install")
+
+
 def test_extension_without_cuda_beside_a_pytorch_for_cuda(monkeypatch):
     """As on a login node: the kernels are missing where jobs run, and nothing here tells."""
     built = {"version": "0.1.0", "backend": "cpu", "cuda_archs": ""}
