@@ -41,7 +41,7 @@ def user_cache() -> Path:
 
 
 def index_cache(args: argparse.Namespace) -> Path:
-    """Folder of the sample indices that this run reads, of the datasets of `args.blend` as they are now.
+    """Folder of the sample indices that this run reads, of the datasets of `args.blend` as they are now and here.
 
     Megatron's names in it tell paths and settings apart: of a dataset made anew under its old name it would read the
     indices of the old one. And a folder that has its name gets no further files.
@@ -70,8 +70,9 @@ def make_index_cache(args: argparse.Namespace, build: Callable[[Path], object]) 
 
     Raises ConfigurationError, on all ranks, where it cannot be made, belongs to others, or is not the same everywhere.
     """
-    check_on_all_ranks(partial(_check_parent, args) if dist.get_rank() == 0 else lambda: None)
-    folder = index_cache(args)
+    # The first rank's: copies of a dataset that nodes have for themselves were not written at the same time.
+    folder = found_by_first(partial(index_cache, args), dist.group.WORLD)
+    check_on_all_ranks(partial(_check_parent, args, folder.parent) if dist.get_rank() == 0 else lambda: None)
     check_is_shared(
         folder.parent,
         f"the folder of the sample indices, {folder.parent}, is not the same on all nodes: name one that they share"
@@ -100,8 +101,7 @@ def _give_name(fresh: Path, folder: Path) -> None:
         shutil.rmtree(fresh)
 
 
-def _check_parent(args: argparse.Namespace) -> None:
-    parent = index_cache(args).parent
+def _check_parent(args: argparse.Namespace, parent: Path) -> None:
     if args.data_cache_path is None:
         _make_own(parent)
     check_output_folder(FLAG, parent)

@@ -150,7 +150,7 @@ SETTINGS = ("split", "seed", "seq_length", "vocab_size", "train_iters", "eval_it
 def folder_of_indices(
     data: str, caches: list[str], given: str | None = None, seed: int = 1, meanwhile: str | None = None
 ) -> str:
-    """The folder that is made, or why not; every rank has a home of its own in `caches`.
+    """The folder that is made, or why not; every rank has a home of its own in `caches`, in which it also is.
 
     Args:
         meanwhile: what happens while the indices are built: another run is `first`, or this one is `killed`.
@@ -158,7 +158,10 @@ def folder_of_indices(
     with recipes(), pytest.MonkeyPatch.context() as patch:
         from index_cache import index_cache, make_index_cache
 
-        patch.setenv("XDG_CACHE_HOME", caches[dist.get_rank() % len(caches)])
+        cache = Path(caches[dist.get_rank() % len(caches)])
+        cache.mkdir(exist_ok=True)
+        patch.chdir(cache)
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         args = argparse.Namespace(
             blend=[(1.0, data)], data_cache_path=given, **dict.fromkeys(SETTINGS, 1) | {"seed": seed}
         )
@@ -199,10 +202,21 @@ def test_sample_indices_are_kept_where_only_the_user_can_put_them(ranks, tmp_pat
     os.utime(f"{data}.bin", (0, 0))
     assert set(run(caches=[str(cache)])) != {folder}
 
-    (not_shared,) = set(run(caches=[str(cache), str(tmp_path / "other")]))
+    (not_shared,) = set(run(caches=[str(cache), str(tmp_path / "other")], given="given"))
     assert "is not the same on all nodes: name one that they share with --data-cache-path" in not_shared
     own.chmod(0o770)
     (open_to_others,) = set(run(caches=[str(cache)]))
     assert open_to_others.startswith(f"the folder of the sample indices, {own}, can be written by others")
     (given,) = set(run(caches=[str(cache)], given=str(tmp_path / "given")))
     assert Path(given).parent == tmp_path / "given"
+
+
+def test_copies_of_a_dataset_that_nodes_have_for_themselves_have_one_folder_of_indices(ranks, tmp_path):
+    copies = [tmp_path / "n1", tmp_path / "n2"]
+    for number, folder in enumerate(copies):
+        folder.mkdir()
+        (folder / "text.bin").write_bytes(b"tokens")
+        os.utime(folder / "text.bin", (number, number))
+    found = ranks.run(folder_of_indices, data="text", caches=list(map(str, copies)), given=str(tmp_path / "shared"))
+    (folder,) = set(found)
+    assert os.listdir(tmp_path / "shared") == [Path(folder).name] and len(os.listdir(folder)) == 1
