@@ -180,8 +180,10 @@ def main() -> int:
     gpus = torch.cuda.device_count()
     ranks = ranks_here(gpus)
     launch = [sys.executable, "-m", "megatron_moe_opt.launch", f"{checkout}/pretrain_gpt.py"]
-    arguments = [*model_arguments(len(ranks), args.steps, data, gpus), *of_megatron]
     folder = args.folder / f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M%S}"
+    # Of the data that were written just now: beside these Megatron would find the sample indices of the last ones.
+    cache = ["--data-cache-path", str(folder / "sample-indices")]
+    arguments = [*model_arguments(len(ranks), args.steps, data, gpus), *cache, *of_megatron]
     runs, failed = [], False
     for number, dispatcher in enumerate(filter(None, map(str.strip, args.dispatchers.split(";")))):
         print(f"== {dispatcher}: {folder / str(number)}", flush=True)

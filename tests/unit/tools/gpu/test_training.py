@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
+from tools.gpu import training
 from tools.gpu.training import Trained, main, ranks_here, run, table
 
 LINE = (
@@ -41,6 +43,26 @@ def test_it_needs_a_checkout(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["training"])
     assert main() == 2 and "MEGATRON_LM names no checkout" in capsys.readouterr().err
+
+
+def test_sample_indices_are_those_of_the_data_that_it_has_written(monkeypatch, tmp_path):
+    """And not what Megatron has left beside those of an earlier run."""
+    commands = []
+
+    def note(command: list[str], ranks: object, folder: Path) -> str:
+        commands.append((command, folder))
+        return "".join(LINE.format(step=step, ms=300, loss=2.5) for step in (1, 2))
+
+    (tmp_path / "pretrain_gpt.py").touch()
+    monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "argv", ["training", "--folder", str(tmp_path / "runs")])
+    monkeypatch.setattr(training.subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(training, "run", note)
+    assert main() == 0
+    for command, folder in commands:
+        assert command[command.index("--data-cache-path") + 1] == str(folder.parent / "sample-indices")
+    assert len(commands) == 2
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path):
