@@ -6,7 +6,7 @@
 #   bash recipes/quickstart.sh --text DIR            any folder of text
 #   bash recipes/quickstart.sh -- --num-experts 16   more arguments for recipes/pretrain_moe_gpt.py
 #
-# Needs git, Python 3.10 or newer and a C++ compiler. Run again, it keeps the environment and the data.
+# Needs git, Python 3.10 or newer with its venv module and headers, and a C++ compiler. Run again, it keeps the environment and the data.
 set -euo pipefail
 here="$PWD"
 CDPATH='' cd "$(dirname "$0")/.."

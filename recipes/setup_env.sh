@@ -10,14 +10,16 @@ _fail() {
 }
 
 _setup_env() {
-    local python="${PYTHON:-python3}" requirements=recipes/requirements.txt stamps=.venv/installed file files=() wanted stamp
-    if [[ ! -x .venv/bin/python ]]; then
+    local python="${PYTHON:-python3}" requirements=recipes/requirements.txt stamps=.venv/installed headers file files=() wanted stamp
+    if [[ ! -f .venv/bin/activate ]]; then # which venv writes last: without python3-venv it leaves a .venv that has none
         command -v "$python" >/dev/null || _fail "$python is not installed; install Python 3.10 or newer"
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
             _fail "$("$python" --version) is too old; set PYTHON to a Python 3.10 or newer"
         command -v c++ >/dev/null || _fail "no C++ compiler (c++) found; install g++ or clang"
+        headers="$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
+        [[ -f "$headers/Python.h" ]] || _fail "there is no $headers/Python.h; install the headers of $python (python3-dev)"
         echo "== virtual environment: .venv ($("$python" --version))"
-        "$python" -m venv .venv || _fail "python -m venv failed; install the venv module of $python (python3-venv)"
+        "$python" -m venv --clear .venv || _fail "python -m venv failed; install the venv module of $python (python3-venv)"
     fi
     # shellcheck disable=SC1091
     source .venv/bin/activate

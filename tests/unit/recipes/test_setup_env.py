@@ -13,6 +13,12 @@ ROOT = Path(__file__).resolve().parents[3]
 PYTHON = """#!/bin/sh
 echo "constraint $PIP_CONSTRAINT, CUDA $MOE_OPT_CUDA: $*" >>notes
 """
+NEW_PYTHON = """#!/bin/sh
+case "$*" in
+    *sysconfig*) echo include ;;
+    *venv*) echo "$*" >>notes; echo 'PATH="$PWD/.venv/bin:$PATH"' >.venv/bin/activate ;;
+esac
+"""
 
 
 @pytest.fixture
@@ -44,6 +50,24 @@ def test_the_quickstart_builds_for_cpus_whatever_versions_an_image_demands(tree)
     assert built.startswith("constraint /dev/null, CUDA OFF: -m pip install")
     (tree / ".venv/built-from.sha256").unlink()
     assert "CUDA ON: -m pip" in noted(tree, "bash", "recipes/quickstart.sh", MOE_OPT_CUDA="ON")[0]
+
+
+def test_an_environment_that_was_not_completed_is_made_anew(tree):
+    """As Debian's Python leaves one without python3-venv: with its links to Python, and no more."""
+    (tree / ".venv/bin/activate").unlink()
+    (tree / "include").mkdir()
+    (tree / "python3").write_text(NEW_PYTHON)
+    (tree / "python3").chmod(0o755)
+    command = ["bash", "-c", "source recipes/setup_env.sh"]
+    given = os.environ | {"PYTHON": "./python3"}
+    refused = subprocess.run(command, cwd=tree, env=given, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert refused.stderr == (
+        "setup_env: error: there is no include/Python.h; install the headers of ./python3 (python3-dev)\n"
+    )
+    (tree / "include/Python.h").touch()
+    made, *_, built = noted(tree, *command, PYTHON="./python3")
+    assert made == "-m venv --clear .venv" and "--editable ." in built
 
 
 def test_packages_for_tests_are_installed_where_they_are_asked_for(tree):
