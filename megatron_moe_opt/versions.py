@@ -13,6 +13,8 @@ from megatron_moe_opt.errors import ConfigurationError
 
 OLDEST_MEGATRON, NEWEST_MEGATRON = (0, 16), (0, 20)
 SUPPORTED_MEGATRON = f"0.{OLDEST_MEGATRON[1]} to 0.{NEWEST_MEGATRON[1]}"
+_WITH_NEW_PYTHON, _NEW_PYTHON = (0, 17), (3, 12)
+"""The first Megatron-Core that needs this Python. pip knows; of a checkout on PYTHONPATH it is not asked."""
 
 
 def megatron_version() -> str | None:
@@ -35,8 +37,19 @@ def supports_megatron(version: str) -> bool:
     return OLDEST_MEGATRON <= _major_minor(version) <= NEWEST_MEGATRON
 
 
+def cure_of_old_python(version: str) -> str | None:
+    """Returns what to do where this Python is too old for a megatron-core; None where it is not."""
+    this = tuple(map(int, platform.python_version_tuple()[:2]))
+    if _major_minor(version) < _WITH_NEW_PYTHON or this >= _NEW_PYTHON:
+        return None
+    python, megatron = (".".join(map(str, one)) for one in (_NEW_PYTHON, _WITH_NEW_PYTHON))
+    return f"use Python {python} or newer, or a megatron-core before {megatron}"
+
+
 def check_megatron() -> None:
-    """Refuses, with ConfigurationError, a megatron-core that we do not plug into, or that is not there."""
+    """Refuses, with ConfigurationError, a megatron-core that we do not plug into, that needs a newer Python, or that is
+    not there.
+    """
     version = megatron_version()
     if version is None:
         raise ConfigurationError(
@@ -45,6 +58,8 @@ def check_megatron() -> None:
         )
     if not supports_megatron(version):
         raise ConfigurationError(f"megatron-core {version} is not supported: install one from {SUPPORTED_MEGATRON}")
+    if cure := cure_of_old_python(version):
+        raise ConfigurationError(f"megatron-core {version} does not run on Python {platform.python_version()}: {cure}")
 
 
 @functools.cache

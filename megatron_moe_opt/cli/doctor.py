@@ -23,6 +23,7 @@ from megatron_moe_opt.versions import (
     NEWEST_MEGATRON,
     OLDEST_MEGATRON,
     SUPPORTED_MEGATRON,
+    cure_of_old_python,
     megatron_version,
     supports_megatron,
 )  # fmt: skip
@@ -168,10 +169,12 @@ def _megatron() -> Iterator[Finding]:
     version = megatron_version()
     if version is None:
         yield Finding("megatron-core", "not installed", f"{wanted}, or put a checkout of Megatron-LM on PYTHONPATH")
-    elif supports_megatron(version):
-        yield Finding("megatron-core", f"{version} (supported)")
-    else:
+    elif not supports_megatron(version):
         yield Finding("megatron-core", f"{version} (not supported: {SUPPORTED_MEGATRON} are)", wanted)
+    elif cure := cure_of_old_python(version):
+        yield Finding("megatron-core", f"{version} (not on this Python)", cure)
+    else:
+        yield Finding("megatron-core", f"{version} (supported)")
 
 
 def _optional_libraries() -> Iterator[Finding]:

@@ -41,6 +41,7 @@ from megatron_moe_opt.planning.training.memory import (
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.pipeline import OVERLAP
 from megatron_moe_opt.topology.layouts import JOINT_ROLES, Layout
+from megatron_moe_opt.versions import check_megatron
 
 PROGRAM = "check_recipe"
 
@@ -293,6 +294,11 @@ def main(command_line: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     if args.megatron_lm is not None:
         sys.path.insert(0, str(args.megatron_lm.resolve()))
+    try:
+        check_megatron()
+    except ConfigurationError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
     megatron_moe_opt.use_host_backend()
     refused = False
     for model in args.models:

@@ -60,7 +60,8 @@ def test_this_environment_can_train():
     ("version", "supported"),
     [("0.15.3", False), ("0.16.0rc1", True), ("0.20.0", True), ("0.21.0", False), ("1.0", False)],
 )
-def test_megatron_version(megatron_version, version, supported):
+def test_megatron_version(megatron_version, monkeypatch, version, supported):
+    monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "12", "0"))
     megatron_version(version)
     finding = _finding("megatron-core")
     if supported:
@@ -69,6 +70,17 @@ def test_megatron_version(megatron_version, version, supported):
         assert finding.found == f"{version} (not supported: 0.16 to 0.20 are)"
         assert finding.mend == "pip install 'megatron-core>=0.16,<0.21'"
         assert _doctor()[0] == 1
+
+
+def test_megatron_that_needs_a_newer_python(megatron_version, monkeypatch):
+    """As a checkout may, which pip was not asked for."""
+    monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "11", "9"))
+    megatron_version("0.16.1")
+    assert _finding("megatron-core").mend == ""
+    megatron_version("0.18.2")
+    finding = _finding("megatron-core")
+    assert finding.found == "0.18.2 (not on this Python)" and finding.required
+    assert finding.mend == "use Python 3.12 or newer, or a megatron-core before 0.17"
 
 
 def test_megatron_absent(megatron_version):

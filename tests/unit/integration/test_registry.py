@@ -429,6 +429,18 @@ def test_unsupported_megatron_is_refused(monkeypatch, version):
         megatron_moe_opt.register()
 
 
+def test_megatron_that_needs_a_newer_python_is_refused(monkeypatch):
+    """It may begin with an older one, and end in an import of what that has not."""
+    monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "11", "9"))
+    monkeypatch.setattr(versions, "megatron_version", lambda: "0.16.1")
+    versions.check_megatron()
+    monkeypatch.setattr(versions, "megatron_version", lambda: "0.18.2")
+    with pytest.raises(ConfigurationError, match="megatron-core 0.18.2 does not run on Python .*: use Python 3.12 or"):
+        megatron_moe_opt.register()
+    monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "12", "0"))
+    versions.check_megatron()
+
+
 def test_missing_megatron_is_refused(monkeypatch):
     monkeypatch.setattr(versions, "megatron_version", lambda: None)
     with pytest.raises(ConfigurationError, match="megatron-core is not installed: install megatron-core 0.16 to 0.20"):

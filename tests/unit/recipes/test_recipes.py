@@ -18,7 +18,7 @@ from megatron_moe_opt.topology.layouts import ROLES, Layout
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "recipes" / "slurm"))  # a folder of scripts, not a package
 
-from check_recipe import check, model_shape  # noqa: E402
+from check_recipe import check, main, model_shape  # noqa: E402
 from recipe import MODELS, Flags, Recipe, read_recipe  # noqa: E402
 
 NAMES = sorted(path.stem for path in MODELS.glob("*.sh"))
@@ -213,6 +213,14 @@ def test_flags_of_several_values():
 def test_refuses_what_does_not_fit(name, fields, added, match):
     with pytest.raises(ConfigurationError, match=re.escape(match)):
         check(altered(name, *added, **fields))
+
+
+def test_refuses_a_megatron_that_does_not_run_here(monkeypatch, capsys):
+    monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "11", "9"))
+    monkeypatch.setattr("megatron_moe_opt.versions.megatron_version", lambda: "0.19.0")
+    assert main(["mixtral_8x7b"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("check_recipe: error: megatron-core 0.19.0 does not run on Python ")
 
 
 def test_refuses_what_is_no_recipe(tmp_path):
