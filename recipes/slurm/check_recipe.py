@@ -33,6 +33,7 @@ from megatron_moe_opt.planning.costs.known_clusters import GIB
 from megatron_moe_opt.planning.training.memory import (
     BF16,
     FP32,
+    RECOMPUTED,
     BytesPerParameter,
     StageMemory,
     logits_memory,
@@ -54,6 +55,12 @@ _RENAMED = {
 }
 _GPU = (9, 0)  # compute capability that Megatron is told of, where the job's GPUs are not at hand
 _LISTS = ("--recompute-modules",)
+_SAVE_MEMORY = (
+    "--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--fp8-format", "--fp8-param-gather",
+    "--grad-reduce-in-bf16", "--moe-expert-capacity-factor", "--moe-opt-memory-reuse", "--use-megatron-fsdp",
+    "--use-precision-aware-optimizer", "--use-torch-fsdp2",
+)  # fmt: skip
+"""Arguments that save memory, of which the estimate knows nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +75,8 @@ class Report:
     """Memory of a rank of the stage that needs most; None where its layers are not modelled."""
     logits: int = 0
     """Bytes of logits there: of a model of a single stage."""
+    warning: str = ""
+    """Why the model may not fit all the same; empty where the estimate says that it does."""
 
     def lines(self) -> list[str]:
         """Returns the report as lines for a person."""
@@ -88,6 +97,7 @@ class Report:
             f"  memory of a GPU: {states / GIB:.0f} GiB of weights, gradients and optimizer, "
             f"{self.memory.activations / GIB:.0f} of activations, {self.logits / GIB:.0f} of logits, of "
             f"{recipe.gpu_memory} (words and buffers of libraries not counted)",
+            *([f"  warning: {self.warning}"] if self.warning else []),
         ]
 
 
@@ -110,23 +120,29 @@ def check(recipe: Recipe, megatron_lm: Path | None = None) -> Report:
     options, remaining = split_options(recipe.command_line)
     megatron_moe_opt.register(options, refuse_unread=True)
     try:
-        _build_config(recipe, Flags(remaining)) if megatron_lm is None else _parse(recipe, remaining)
+        config = _build_config(recipe, Flags(remaining)) if megatron_lm is None else _parse(recipe, remaining)
     except ConfigurationError:
         raise
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigurationError(f"Megatron refuses the configuration: {error}") from error
-    memory, logits = _memory(recipe, layout, micro_batches)
+    selective = config.recompute_modules if config.recompute_granularity == "selective" else []
+    memory, logits = _memory(recipe, layout, micro_batches, selective)
     needed = 0 if memory is None else memory.total + logits
     overlaps = OVERLAP in recipe.flags
     part = fits_part(overlaps)
-    if needed > part * recipe.gpu_memory * GIB:
-        less = f"or leave out {OVERLAP}" if overlaps else "or --recompute-granularity full"
-        raise ConfigurationError(
-            f"a rank of {layout.world} needs {needed / GIB:.0f} GiB, and a GPU has {recipe.gpu_memory} (gpu_memory), "
-            f"of which {1 - part:.0%} are left for what is not counted: take more nodes, more of "
-            f"--pipeline-model-parallel-size, {less}"
-        )
-    return Report(recipe, layout, micro_batches, memory, logits)
+    if needed <= part * recipe.gpu_memory * GIB:
+        return Report(recipe, layout, micro_batches, memory, logits)
+    problem = (
+        f"a rank of {layout.world} needs {needed / GIB:.0f} GiB, and a GPU has {recipe.gpu_memory} (gpu_memory), "
+        f"of which {1 - part:.0%} are left for what is not counted"
+    )
+    savings = [flag for flag in _SAVE_MEMORY if flag in recipe.flags]
+    savings += [f"--recompute-modules {module}" for module in selective if module not in RECOMPUTED]
+    if savings:
+        warning = f"{problem}, if {', '.join(savings)} saved nothing: whether it fits is not estimated"
+        return Report(recipe, layout, micro_batches, memory, logits, warning)
+    less = f"or leave out {OVERLAP}" if overlaps else "or --recompute-granularity full"
+    raise ConfigurationError(f"{problem}: take more nodes, more of --pipeline-model-parallel-size, {less}")
 
 
 def _check_batch(flags: Flags, layout: Layout) -> int:
@@ -217,6 +233,8 @@ def _build_config(recipe: Recipe, flags: Flags) -> Any:
     }
     if "--swiglu" in flags:
         settings["activation_func"] = torch.nn.functional.silu
+    if "--recompute-activations" in flags:
+        settings["recompute_granularity"] = "selective"
     return config_class(**settings)
 
 
@@ -263,17 +281,26 @@ def model_shape(recipe: Recipe) -> ModelShape | None:
     )
 
 
-def _memory(recipe: Recipe, layout: Layout, micro_batches: int) -> tuple[StageMemory | None, int]:
-    """Returns the memory of a rank of the stage that needs most, and the bytes of logits there."""
+def _memory(
+    recipe: Recipe, layout: Layout, micro_batches: int, selective: Sequence[str]
+) -> tuple[StageMemory | None, int]:
+    """Returns the memory of a rank of the stage that needs most, and the bytes of logits there.
+
+    Args:
+        selective: modules that alone are recomputed.
+    """
     flags, model = recipe.flags, model_shape(recipe)
     if model is None or model.layers % layout.chunks or "--pipeline-model-parallel-layout" in flags:
         return None, 0
     batch = flags.number("--micro-batch-size"), flags.number("--seq-length")
-    recompute = "full" if flags.values("--recompute-granularity") == ["full"] else "none"
+    recompute = "full" if flags.values("--recompute-granularity") == ["full"] else "selective" if selective else "none"
+    modules = [module for module in selective if module in RECOMPUTED]
     each = BytesPerParameter(BF16, FP32, 0 if "--optimizer-cpu-offload" in flags else 3 * FP32)
     of_stages = (
         (
-            training_memory(model, layout, *batch, micro_batches, stage, recompute, each, overlaps=OVERLAP in flags),
+            training_memory(
+                model, layout, *batch, micro_batches, stage, recompute, each, overlaps=OVERLAP in flags, modules=modules
+            ),
             logits_memory(model, layout, stage, *batch),
         )
         for stage in model.telling_stages(layout)

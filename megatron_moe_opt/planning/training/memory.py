@@ -5,6 +5,7 @@ What is computed is in docs/cost-model.md, how the printed tables differ in docs
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_moe_opt.planning.training.model import ModelShape
@@ -162,6 +163,15 @@ def _middle_width(gated: bool, fused: bool) -> int:
 
 
 RECOMPUTE = ("none", "selective", "full")
+RECOMPUTED: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
+    "core_attn": (frozenset({"attention"}), frozenset({"attention"})),
+    "moe": (frozenset({"router", "mlp middle", "expert input", "expert middle"}), frozenset()),
+    "shared_experts": (frozenset({"mlp middle"}), frozenset()),
+    "mlp": (frozenset(), frozenset({"mlp middle"})),
+}
+"""What is not kept of a layer with experts, and of one without, where one of these modules is recomputed: those of
+Megatron's --recompute-modules whose part of a layer `layer_activations` counts.
+"""
 
 
 def logits_memory(
@@ -188,6 +198,7 @@ def training_memory(
     each: BytesPerParameter | None = None,
     rows: int | None = None,
     overlaps: bool = False,
+    modules: Collection[str] = ("core_attn",),
 ) -> StageMemory:
     """Returns all of a rank's memory for its layers and words (eq. 1), without embedding output, logits and workspace.
 
@@ -195,10 +206,11 @@ def training_memory(
 
     Args:
         micro_batches: of one step.
-        recompute: "none"; "selective", of the attention's middle; "full", of every layer from its input.
+        recompute: "none"; "selective", of `modules`; "full", of every layer from its input.
         each: see state_memory; an element of a token has as many bytes as one of a weight.
         rows: of a micro-batch at the experts of a rank; None: all choices of its tokens, spread evenly.
         overlaps: the forward pass of a micro-batch runs beside the backward pass of another.
+        modules: names in RECOMPUTED.
 
     Raises:
         ConfigurationError: see ModelShape.parameters.
@@ -213,7 +225,8 @@ def training_memory(
     for moe, layers in ((True, moe_layers), (False, model.layers_of_stage(layout, stage) - moe_layers)):
         terms = layer_activations(model, layout, micro_batch, sequence, rows=rows, moe=moe, element_bytes=element_bytes)
         if recompute == "selective":
-            del terms["attention"]
+            again = frozenset().union(*(RECOMPUTED[module][not moe] for module in modules))
+            terms = {name: size for name, size in terms.items() if name not in again}
         if recompute == "full":
             terms = {"layer input": element_bytes * micro_batch * sequence // layout.cp // layout.tp * model.hidden}
         activations += layers * sum(terms.values())

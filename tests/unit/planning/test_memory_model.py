@@ -147,6 +147,22 @@ def test_training_memory_of_pipeline_stages(recompute):
     assert training_memory(SHAPE, parallel, 1, 512, 2, recompute=recompute).activations == 2 * activations[3]
 
 
+def test_recomputed_modules_are_not_kept():
+    """In Megatron `moe` is the whole of a MoE layer behind its norm, and `mlp` of a layer without experts."""
+    model = ModelShape(2, 64, 4, 128, 8, 2, 96, shared_ffn=48, dense_layers=1, dense_ffn=192)
+    dense, moe = (layer_activations(model, Layout(), 1, 32, moe=moe) for moe in (False, True))
+    whole = training_memory(model, Layout(), 1, 32, 1).activations
+    routed = moe["router"] + moe["expert input"] + moe["expert middle"] + moe["mlp middle"]
+    for modules, saved in (
+        (["moe"], routed),
+        (["moe", "shared_experts", "core_attn"], routed + moe["attention"] + dense["attention"]),
+        (["shared_experts"], moe["mlp middle"]),
+        (["mlp"], dense["mlp middle"]),
+    ):
+        found = training_memory(model, Layout(), 1, 32, 1, recompute="selective", modules=modules)
+        assert whole - found.activations == saved
+
+
 @pytest.mark.parametrize(("layers", "dense_layers", "pp"), [(61, 3, 16), (61, 5, 8), (8, 0, 4), (27, 1, 2), (7, 3, 3)])
 def test_layers_that_cannot_be_even_are_fewer_on_the_last_stage(layers, dense_layers, pp):
     model, layout = replace(SHAPE, layers=layers, dense_layers=dense_layers, dense_ffn=512), Layout(pp, pp=pp)

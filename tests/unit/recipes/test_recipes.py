@@ -18,7 +18,7 @@ from megatron_moe_opt.topology.layouts import ROLES, Layout
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "recipes" / "slurm"))  # a folder of scripts, not a package
 
-from check_recipe import check, main, model_shape  # noqa: E402
+from check_recipe import Report, check, main, model_shape  # noqa: E402
 from recipe import MODELS, Flags, Recipe, read_recipe  # noqa: E402
 
 NAMES = sorted(path.stem for path in MODELS.glob("*.sh"))
@@ -168,6 +168,26 @@ def test_pipelines_are_laid_as_a_plan_lays_them():
     assert laid.memory is None
     with pytest.raises(ConfigurationError, match="Megatron refuses"):
         check(altered("mixtral_8x7b", *pipeline, "--pipeline-model-parallel-layout", "E(t*2|)*15tL"))
+
+
+def test_what_is_recomputed_is_not_counted():
+    """Or, where the estimate knows nothing of a saving, the model is not refused."""
+    stock = ("--moe-token-dispatcher-type", "alltoall")
+    selective = (*stock, "--recompute-granularity", "selective", "--recompute-modules")
+    kept = check(altered("mixtral_8x7b", *stock))
+    gpu_memory = round((kept.memory.total + kept.logits) / 2**30)  # all of it, where a part must be left
+
+    def checked(*added: str) -> Report:
+        return check(altered("mixtral_8x7b", *added, gpu_memory=gpu_memory))
+
+    for added in (stock, (*stock, "--recompute-activations"), (*selective, "shared_experts", "mlp")):
+        with pytest.raises(ConfigurationError, match=f"GiB, and a GPU has {gpu_memory} "):
+            checked(*added)
+    fits = checked(*selective, "core_attn", "moe")
+    assert 0 < fits.memory.activations < 0.6 * kept.memory.activations and not fits.warning
+    said = checked(*selective, "moe_act").lines()[-1]
+    assert re.search(r"warning: a rank .* if --recompute-modules moe_act saved nothing: whether it fits is not", said)
+    assert "if --grad-reduce-in-bf16 saved nothing" in checked(*stock, "--grad-reduce-in-bf16").warning
 
 
 def test_flags_of_several_values():
