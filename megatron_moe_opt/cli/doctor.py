@@ -18,7 +18,7 @@ from rich.table import Table
 
 import megatron_moe_opt
 from megatron_moe_opt.cli.console import report_console
-from megatron_moe_opt.gpu_settings import NEW_CLASS, has_unusable_gpu
+from megatron_moe_opt.gpu_settings import A_GPU, NEW_CLASS, has_unusable_gpu
 from megatron_moe_opt.versions import (
     NEWEST_MEGATRON,
     OLDEST_MEGATRON,
@@ -188,14 +188,18 @@ def _optional_libraries() -> Iterator[Finding]:
             yield Finding(subject, f"not installed; not needed by this package (on GPUs: {use})")
             continue
         version = _version_of(package.replace("_", "-"))
-        if (problem := _import_problem(module)) is not None:  # with which Megatron does not begin either
-            found = f"{version}, and cannot be imported: {problem}"
-            yield Finding(subject, found, "install it anew for this PyTorch, or remove it")
-        else:
+        problem = import_problem(module)
+        if problem is None:
             yield Finding(subject, version)
+            continue
+        found = f"{version}, and cannot be imported: {problem}"
+        if "libcuda.so" in problem and not A_GPU.exists():  # as on a login node: it comes with a GPU's driver
+            yield Finding(subject, found, "ask on a node with a GPU; to train on a CPU remove it", required=False)
+        else:  # with which Megatron does not begin either
+            yield Finding(subject, found, "install it anew for this PyTorch, or remove it")
 
 
-def _import_problem(module: str) -> str | None:
+def import_problem(module: str) -> str | None:
     """Returns the last line of what importing a module ends with, in a process of its own; None: it can be imported."""
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; import {module}"]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -26,6 +26,7 @@ from unittest import mock
 from recipe import Flags, Recipe, read_recipe
 
 import megatron_moe_opt
+from megatron_moe_opt.cli.doctor import import_problem
 from megatron_moe_opt.cli.plan.case import fits_part
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import split_options
@@ -55,6 +56,7 @@ _RENAMED = {
 }
 _GPU = (9, 0)  # compute capability that Megatron is told of, where the job's GPUs are not at hand
 _LISTS = ("--recompute-modules",)
+_ENGINE = "transformer_engine"
 _SAVE_MEMORY = (
     "--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--fp8-format", "--fp8-param-gather",
     "--grad-reduce-in-bf16", "--moe-expert-capacity-factor", "--moe-opt-memory-reuse", "--use-megatron-fsdp",
@@ -118,6 +120,8 @@ def check(recipe: Recipe, megatron_lm: Path | None = None) -> Report:
     micro_batches = _check_batch(recipe.flags, layout)
     _check_stages(recipe.flags, layout)
     options, remaining = split_options(recipe.command_line)
+    if importlib.util.find_spec(_ENGINE) is None:  # Megatron refuses it without this library, which the job has
+        remaining = [word for word in remaining if word != "--moe-permute-fusion"]
     megatron_moe_opt.register(options, refuse_unread=True)
     try:
         config = _build_config(recipe, Flags(remaining)) if megatron_lm is None else _parse(recipe, remaining)
@@ -198,7 +202,7 @@ def _parse(recipe: Recipe, arguments: list[str]) -> Any:
     paths = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(recipe.vocabulary - 1)]
     paths += ["--save", "checkpoints", "--load", "checkpoints", "--ckpt-format", "torch_dist"]
     paths += ["--tensorboard-dir", "checkpoints/tensorboard"]
-    if importlib.util.find_spec("transformer_engine") is None:
+    if importlib.util.find_spec(_ENGINE) is None:
         paths += ["--no-rope-fusion"]  # which Megatron refuses where this library, that the job has, is not
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(recipe.layout.world)}
     sys.argv[1:] = [*arguments, *paths]
@@ -308,6 +312,17 @@ def _memory(
     return max(of_stages, key=lambda one: one[0].total + one[1])
 
 
+def _leave_out_engine() -> None:
+    """Has Megatron see no Transformer Engine where that cannot be imported for want of a GPU and its driver, as on a
+    login node: Megatron expects that it is not there, and not that it raises another error.
+    """
+    import torch
+
+    is_here = importlib.util.find_spec(_ENGINE) is not None
+    if is_here and not torch.cuda.is_available() and import_problem(f"{_ENGINE}.pytorch") is not None:
+        sys.modules[_ENGINE] = None  # type: ignore[assignment]
+
+
 def main(command_line: Sequence[str]) -> int:
     """Returns the exit status."""
     end = command_line.index("--") if "--" in command_line else len(command_line)
@@ -326,6 +341,7 @@ def main(command_line: Sequence[str]) -> int:
     except ConfigurationError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
+    _leave_out_engine()
     megatron_moe_opt.use_host_backend()
     refused = False
     for model in args.models:

@@ -219,6 +219,19 @@ def test_a_library_that_cannot_be_imported(monkeypatch, tmp_path):
     assert _finding("Transformer Engine").mend == ""
 
 
+def test_a_library_that_needs_the_driver_of_a_gpu(monkeypatch, tmp_path):
+    """As Transformer Engine with NCCL EP, which a login node has no driver for."""
+    (tmp_path / "transformer_engine").mkdir()
+    error = "raise OSError('libcuda.so.1: cannot open shared object file')"
+    (tmp_path / "transformer_engine/__init__.py").write_text(error)
+    monkeypatch.syspath_prepend(tmp_path)
+    for gpu, required in ((tmp_path / "none", False), (tmp_path, True)):
+        monkeypatch.setattr(doctor_module, "A_GPU", gpu)
+        finding = _finding("Transformer Engine")
+        assert finding.found.endswith("cannot be imported: OSError: libcuda.so.1: cannot open shared object file")
+        assert finding.mend and finding.required == required
+
+
 def test_netbox(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda tool: None)

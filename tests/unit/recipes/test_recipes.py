@@ -243,6 +243,19 @@ def test_refuses_a_megatron_that_does_not_run_here(monkeypatch, capsys):
     assert line.startswith("check_recipe: error: megatron-core 0.19.0 does not run on Python ")
 
 
+def test_a_transformer_engine_that_needs_a_driver_is_left_out(monkeypatch, tmp_path, capsys):
+    """As on a login node. What only that library can do, the job's nodes can."""
+    (tmp_path / "transformer_engine").mkdir()
+    error = "raise OSError('libcuda.so.1: cannot open shared object file')"
+    (tmp_path / "transformer_engine/__init__.py").write_text(error)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # so that what the dry run puts there does not stay
+    del sys.modules["transformer_engine"]
+    assert main(["parm_gpt2", "--", "--moe-permute-fusion"]) == 0, capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError):
+        import transformer_engine  # noqa: F401
+
+
 def test_refuses_what_is_no_recipe(tmp_path):
     with pytest.raises(ConfigurationError, match="choose one of deepseek_v3"):
         read_recipe("nonesuch")
