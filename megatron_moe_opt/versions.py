@@ -13,8 +13,10 @@ from megatron_moe_opt.errors import ConfigurationError
 
 OLDEST_MEGATRON, NEWEST_MEGATRON = (0, 16), (0, 20)
 SUPPORTED_MEGATRON = f"0.{OLDEST_MEGATRON[1]} to 0.{NEWEST_MEGATRON[1]}"
-_WITH_NEW_PYTHON, _NEW_PYTHON = (0, 17), (3, 12)
-"""The first Megatron-Core that needs this Python. pip knows; of a checkout on PYTHONPATH it is not asked."""
+_WITH_NEW_PYTHON, _NEW_PYTHON = (0, 18), (3, 12)
+"""The first Megatron whose training imports what this Python has first (typing.override). pip, which already refuses
+the one before, is not asked for a checkout on PYTHONPATH.
+"""
 
 
 def megatron_version() -> str | None:

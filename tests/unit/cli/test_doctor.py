@@ -75,12 +75,12 @@ def test_megatron_version(megatron_version, monkeypatch, version, supported):
 def test_megatron_that_needs_a_newer_python(megatron_version, monkeypatch):
     """As a checkout may, which pip was not asked for."""
     monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "11", "9"))
-    megatron_version("0.16.1")
+    megatron_version("0.17.1")
     assert _finding("megatron-core").mend == ""
     megatron_version("0.18.2")
     finding = _finding("megatron-core")
     assert finding.found == "0.18.2 (not on this Python)" and finding.required
-    assert finding.mend == "use Python 3.12 or newer, or a megatron-core before 0.17"
+    assert finding.mend == "use Python 3.12 or newer, or a megatron-core before 0.18"
 
 
 def test_megatron_absent(megatron_version):

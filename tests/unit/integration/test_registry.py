@@ -432,7 +432,7 @@ def test_unsupported_megatron_is_refused(monkeypatch, version):
 def test_megatron_that_needs_a_newer_python_is_refused(monkeypatch):
     """It may begin with an older one, and end in an import of what that has not."""
     monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "11", "9"))
-    monkeypatch.setattr(versions, "megatron_version", lambda: "0.16.1")
+    monkeypatch.setattr(versions, "megatron_version", lambda: "0.17.1")  # which trains with it
     versions.check_megatron()
     monkeypatch.setattr(versions, "megatron_version", lambda: "0.18.2")
     with pytest.raises(ConfigurationError, match="megatron-core 0.18.2 does not run on Python .*: use Python 3.12 or"):
