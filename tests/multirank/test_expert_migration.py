@@ -653,6 +653,10 @@ def two_models() -> None:
         passes()
         passes()
         assert [one.next and one.next() for one in migrated[0]] == [migrated[0][1], None]
+        with torch.no_grad():  # as a teacher, whose layers have no backward pass
+            models[0][0](hidden_states(0))
+        models[1][0](hidden_states(0))[0].sum().backward()
+        assert migrated[1][0].before is None
         rounds = [one.round for one in migrated[0]]
         kept = [dict(one.gradients._kept) for one in migrated[0]]
         assert all(kept) and all(one.gradients._kept for one in migrated[1])

@@ -84,11 +84,12 @@ class ExpertCommunicator:
         if is_recomputing():
             return  # in another order
         last = self._last and self._last()
+        follows = last is not None and last.model == layer.model
         if last is not None and last is not layer:
-            last.next = weakref.ref(layer) if last.model == layer.model else None
+            last.next = weakref.ref(layer) if follows else None
         if layer in self._on_the_way:
             self._on_the_way.clear()
-        layer.before = self._last if self._on_the_way else None
+        layer.before = self._last if self._on_the_way and follows else None
         self._on_the_way.add(layer)
         self._last = weakref.ref(layer)
         if self._first is None:

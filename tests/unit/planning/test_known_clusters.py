@@ -107,12 +107,6 @@ def test_more_bandwidth_is_never_slower(name, fabric, factor):
     for key, points in one.curves.items():
         assert all(b <= a * (1 + 1e-9) for (_, a), (_, b) in zip(points, other.curves[key], strict=True))
     assert all(b <= a * (1 + 1e-9) for (_, a), (_, b) in zip(one.saa, other.saa, strict=True))
-    seconds, at_most = (
-        {one.variant: one.seconds for one in candidates(workload(known, layout), cluster)[0]}
-        for cluster in (other, one)
-    )
-    # Lanes disturb each other, so that none of this is given; it holds for these rates.
-    assert all(seconds[variant] <= at_most[variant] * (1 + 1e-9) for variant in seconds)
 
 
 @pytest.mark.parametrize("memory", [1.0, 4.0])
