@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from megatron_moe_opt.dispatchers.sample_placement import Decision
-from megatron_moe_opt.planning.predicting.placement_volume import moved_shares
+from megatron_moe_opt.planning.predicting.placement_volume import crossings, moved_shares
 from megatron_moe_opt.planning.predicting.sample_costs import RowCosts, SampleCosts
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
@@ -76,9 +76,9 @@ class SampleTraffic:
         self.sent_inter += dispatched.inter * row.dispatch + combined.inter * row.combine
         self.sent_intra += dispatched.intra * row.dispatch + combined.intra * row.combine
         if row.alone:
-            across = int((holders.rank_node[here] != holders.rank_node[there]).sum())
-            self.sent_inter += across * row.alone
-            self.sent_intra += (int((here != there).sum()) - across) * row.alone
+            inter, intra = crossings(here, there, holders.rank_node)
+            self.sent_inter += inter * row.alone
+            self.sent_intra += intra * row.alone
         position_device = np.repeat(holders.holder_device, batch)
         nodes, devices = moved_shares(position_device, position_device[decision.move], holders.device_node)
         self.moved_nodes += nodes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_moe_opt.cli.plan.case import Case, fits_part
-from megatron_moe_opt.planning.costs.known_clusters import GIB, KNOWN_CLUSTERS
+from megatron_moe_opt.planning.costs.known_clusters import GIB
 from megatron_moe_opt.planning.planner import WINS_BY
 from megatron_moe_opt.planning.predicting.layer_on_cluster import EXPERTS
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
@@ -69,12 +69,11 @@ def does_not_fit(case: Case) -> str:
     """Returns that no candidate fits into a GPU's memory, and what to do."""
     least = min(case.candidates, key=case.memory)
     known, part = case.site.memory, fits_part(case.settings.overlaps)
-    if case.settings.cluster in KNOWN_CLUSTERS:
+    search = ""
+    if case.settings.known is not None:  # else it was measured in a layout
         search = (
             "leave out --tp, --pp, --vpp, --ep, --expert-tp and --micro-batches to have a layout searched that fits, "
         )
-    else:  # which was measured in a layout
-        search = ""
     if case.settings.overlaps:
         less = f", or leave out {OVERLAP}"
     else:

@@ -23,7 +23,7 @@ from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.costs.cluster import EXPERT, OURS, ROW, STOCK, TYPE
 from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
-from megatron_moe_opt.planning.costs.known_clusters import GIB, KNOWN_CLUSTERS
+from megatron_moe_opt.planning.costs.known_clusters import GIB
 from megatron_moe_opt.planning.predicting.baselines import baselines
 from megatron_moe_opt.planning.predicting.layer_on_cluster import EXPERTS, LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
@@ -167,7 +167,7 @@ def _queues(case: Case) -> str:
     measured = str((cluster.gpu_settings or {}).get(CONNECTIONS, "32"))
     if cluster.one_queue:
         return "1, which Megatron demands here"
-    if file in KNOWN_CLUSTERS or case.settings.overlaps or max(layout.tp, layout.cp) == 1 or measured == "1":
+    if case.settings.known is not None or case.settings.overlaps or max(layout.tp, layout.cp) == 1 or measured == "1":
         return measured
     return (
         f"1 on GPUs before Blackwell, as Megatron demands at TP {layout.tp} and CP {layout.cp}, though {file} does not "
@@ -385,12 +385,13 @@ def _choices_table(cases: Sequence[Case]) -> Table:
     """Returns a row for each length of sequences, with the best candidate of each system."""
     families = list(dict.fromkeys(one for case in cases for one in sorted(case.families)))
     paper = MONTA_CHOICES if _is_montas(cases[0]) else {}
-    part = fits_part(cases[0].settings.overlaps)
+    fit = all(case.fits(case.chosen) for case in cases)
+    too_large = f"does not fit: nothing does in {fits_part(cases[0].settings.overlaps):.0%} of a GPU's memory"
     table = table_of(
         f"{cases[0].settings.cluster}: a MoE layer with its experts (ms), forward and backward of a micro-batch",
         ("sequence", "rows a GPU"),
         names=0,
-        caption=None if all(map(_fits, cases)) else f"does not fit: nothing does in {part:.0%} of a GPU's memory",
+        caption=None if fit else too_large,
     )
     for header in ("chosen", *families, *(["MoNTA's paper"] if paper else [])):
         table.add_column(header, overflow="fold")
@@ -398,13 +399,9 @@ def _choices_table(cases: Sequence[Case]) -> Table:
         of_families = [case.best_of(family) for family in families]
         cells = ("-" if one is None else _with_setting(one) for one in of_families)
         last = [paper.get(case.sequence, "-")] if paper else []
-        chosen = case.chosen.variant + ("" if _fits(case) else " (does not fit)")
+        chosen = case.chosen.variant + ("" if case.fits(case.chosen) else " (does not fit)")
         table.add_row(str(case.sequence), str(case.workload.rows), chosen, *cells, *last)
     return table
-
-
-def _fits(case: Case) -> bool:
-    return case.fits(case.chosen)
 
 
 def _with_setting(one: Prediction) -> str:

@@ -81,7 +81,7 @@ class PlanSettings:
                 f"--imbalance {self.imbalance:g} with --capacity-factor {self.capacity_factor:g}: every expert has its "
                 "capacity of rows, and no rank is busier than another: leave one out"
             )
-        if self.dtype == "fp32" and self.cluster in KNOWN_CLUSTERS and "tflops" not in self.cluster_numbers:
+        if self.dtype == "fp32" and self.known is not None and "tflops" not in self.cluster_numbers:
             raise ConfigurationError(
                 f"--dtype fp32: the peak of {self.cluster} is known in 16 bits alone: give that of fp32, as in "
                 f"--cluster {self.cluster},tflops=60"
@@ -93,11 +93,16 @@ class PlanSettings:
         return ELEMENT_BYTES[self.dtype]
 
     @property
+    def known(self) -> KnownCluster | None:
+        """Returns the cluster as it is known; None: a profile was measured on it."""
+        return KNOWN_CLUSTERS.get(self.cluster)
+
+    @property
     def memory(self) -> float | None:
         """Returns bytes of memory of a GPU; None: a profile does not hold it, and nobody gave it."""
         if "memory" in self.cluster_numbers:
             return self.cluster_numbers["memory"] * GIB
-        return KNOWN_CLUSTERS[self.cluster].memory if self.cluster in KNOWN_CLUSTERS else None
+        return None if self.known is None else self.known.memory
 
     def arranged(self, one: Arrangement) -> PlanSettings:
         """Returns these settings with the layout and the micro-batches of an arrangement."""
@@ -165,7 +170,7 @@ def site_of(settings: PlanSettings, model: ModelShape) -> Site:
     Raises:
         ConfigurationError: neither a name nor a file, or sizes that do not fit.
     """
-    site = _known(settings, model) if settings.cluster in KNOWN_CLUSTERS else _measured(settings)
+    site = _measured(settings) if settings.known is None else _known(settings, settings.known, model)
     if "op_us" in settings.cluster_numbers:
         site = replace(site, cluster=replace(site.cluster, overhead=settings.cluster_numbers["op_us"] * 1e-6))
     if settings.overlaps:  # Megatron asks for one hardware queue no more
@@ -200,8 +205,7 @@ def workload_of(settings: PlanSettings, model: ModelShape, site: Site, sequence:
     )
 
 
-def _known(settings: PlanSettings, model: ModelShape) -> Site:
-    known = KNOWN_CLUSTERS[settings.cluster]
+def _known(settings: PlanSettings, known: KnownCluster, model: ModelShape) -> Site:
     settings.needs_world()
     layout = _layout({flag: size or 1 for flag, size in settings.sizes.items()})
     given = settings.cluster_numbers

@@ -20,7 +20,7 @@ from megatron_moe_opt.integration.layer.netmoe_layer import (
     PassesSeen,
     block_adds_up_otherwise,
     check_seams,
-    in_blocks,
+    places_in_blocks,
 )
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.integration.micro_batches import after_passes, later_micro_batches, not_after_passes, trains
@@ -107,7 +107,8 @@ class Look:
             return None, None
         heard, layer, groups = self._routing, self.layers[0].layer, self.layers[0].groups
         taken, belongs = [one.take() for one in heard], self._passes.take()
-        routing = [[taken[place] for place in of_block] for of_block in in_blocks(one.layer for one in heard)]
+        blocks = places_in_blocks(one.layer for one in heard)
+        routing = [[taken[place] for place in places] for places in blocks.values()]
         at_home = keeps_home(self.config, heard) or block_adds_up_otherwise([one.layer for one in self.layers])
         if at_home is None and belongs is not None:
             at_home = f"{belongs} would not follow samples that move"

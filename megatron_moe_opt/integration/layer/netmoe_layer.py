@@ -111,23 +111,19 @@ def link(layers: Iterable[Any]) -> None:
     layers of their blocks. In a pass in which samples must not move, because some are masked unlike others, they stay
     at home. A collective call over the layers' groups.
     """
-    for block in _blocks_of(layers):
+    for block in places_in_blocks(layers):
         _link(block, stays_home=True)
 
 
-def _blocks_of(moe_layers: Iterable[Any]) -> list[Any]:
-    """Returns the transformer blocks that MoE layers are in, each once; those outside of one have none."""
-    blocks = [of_layer() for layer in moe_layers if (of_layer := _blocks.get(layer)) is not None]
-    return list(dict.fromkeys(blocks))
-
-
-def in_blocks(moe_layers: Iterable[Any]) -> list[list[int]]:
-    """Returns the places among MoE layers of those that are in each transformer block, in turn."""
-    found: dict[Any, list[int]] = {}
+def places_in_blocks(moe_layers: Iterable[Any]) -> dict[Any, list[int]]:
+    """Returns the transformer blocks that MoE layers are in, in turn, and the places of each one's layers among all;
+    those outside of a block have none.
+    """
+    places: dict[Any, list[int]] = {}
     for place, layer in enumerate(moe_layers):
-        for block in _blocks_of([layer]):
-            found.setdefault(block, []).append(place)
-    return [*found.values()]
+        if (of_layer := _blocks.get(layer)) is not None:
+            places.setdefault(of_layer(), []).append(place)
+    return places
 
 
 def _link(block: Any, stays_home: bool = False) -> None:
@@ -203,7 +199,7 @@ def adds_up_otherwise(block: Any) -> str | None:
 
 def block_adds_up_otherwise(moe_layers: Iterable[Any]) -> str | None:
     """Returns what adds_up_otherwise says of the blocks of MoE layers."""
-    return next((why for one in _blocks_of(moe_layers) if (why := adds_up_otherwise(one)) is not None), None)
+    return next((why for one in places_in_blocks(moe_layers) if (why := adds_up_otherwise(one)) is not None), None)
 
 
 _AUX_LOSS = (
@@ -311,7 +307,7 @@ class PassesSeen:
 
     def watch(self) -> None:
         """Sees the passes of all blocks that are known by now."""
-        for block in _blocks_of(self._moe_layers):
+        for block in places_in_blocks(self._moe_layers):
             if block not in self._handles:
                 self._handles[block] = block.register_forward_pre_hook(self._see, with_kwargs=True)
 

@@ -52,6 +52,17 @@ def placement_volume(on_device: np.ndarray, sample_device: np.ndarray, device_no
     return Volume(inter=int(on_device.sum()) - in_node, intra=in_node - local, local=local)
 
 
+def crossings(here: np.ndarray, there: np.ndarray, node_of: np.ndarray) -> tuple[int, int]:
+    """Returns how many of what goes from one place to another cross nodes, and how many cross places of one node.
+
+    Args:
+        here, there: integers [I], places: devices or ranks.
+        node_of: the node of each place.
+    """
+    between = int((node_of[here] != node_of[there]).sum())
+    return between, int((here != there).sum()) - between
+
+
 def moved_shares(before: np.ndarray, after: np.ndarray, device_node: np.ndarray) -> tuple[float, float]:
     """Returns the shares of the samples that change their node, and their device (Table 5).
 
@@ -61,7 +72,8 @@ def moved_shares(before: np.ndarray, after: np.ndarray, device_node: np.ndarray)
     """
     if not len(before):
         return 0.0, 0.0
-    return float((device_node[before] != device_node[after]).mean()), float((before != after).mean())
+    between, inside = crossings(before, after, device_node)
+    return between / len(before), (between + inside) / len(before)
 
 
 def settle(device: np.ndarray, position_device: np.ndarray) -> np.ndarray:

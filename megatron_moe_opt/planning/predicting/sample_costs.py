@@ -13,7 +13,12 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_moe_opt.planning.predicting.placement_volume import Volume, placement_volume, tokens_by_device
+from megatron_moe_opt.planning.predicting.placement_volume import (
+    Volume,
+    crossings,
+    placement_volume,
+    tokens_by_device,
+)
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
@@ -70,11 +75,10 @@ class RowCosts:
     def volumes(self, counts: np.ndarray, here: np.ndarray, there: np.ndarray, beside: int) -> tuple[Volume, Volume]:
         """Returns what SampleCosts.volumes says."""
         etp_size = self._holders.etp_size  # what stays on an EP rank is no message, whichever of its shards has it
-        ep_here, ep_there, nodes = here // etp_size, there // etp_size, self._holders.rank_node[::etp_size]
-        across = int((nodes[ep_here] != nodes[ep_there]).sum())
+        inter, intra = crossings(here // etp_size, there // etp_size, self._holders.rank_node[::etp_size])
         combined = self.of_ranks(counts, there)
-        inter, intra = combined.inter + beside * across, beside * (int((ep_here != ep_there).sum()) - across)
-        return self.of_ranks(counts, here), Volume(inter, combined.intra + intra, combined.local)
+        with_beside = Volume(combined.inter + beside * inter, combined.intra + beside * intra, combined.local)
+        return self.of_ranks(counts, here), with_beside
 
     def of_ranks(self, counts: np.ndarray, rank: np.ndarray) -> Volume:
         """Returns the rows of one all-to-all over EP by link, with part i of the samples on rank[i]."""
