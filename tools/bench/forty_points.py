@@ -59,18 +59,19 @@ class Shape:
         )
 
 
-def _layer(hidden: int, ffn: int, experts: int, topk: int, ep: int, expert_tp: int = 1) -> LayerSettings:
+def layer(hidden: int, ffn: int, experts: int, topk: int, ep: int, expert_tp: int = 1) -> LayerSettings:
+    """Returns a layer to time in as many steps as all points have."""
     return LayerSettings(
         (), 1, hidden, ffn, experts, topk, tp=expert_tp, ep=ep, expert_tp=expert_tp, steps=STEPS, warmup=WARMUP
     )
 
 
 SHAPES = (
-    Shape(Links("50mbit", "400mbit", 1), _layer(128, 1536, 8, 4, ep=2), (768, 896, 1024, 1280)),
-    Shape(Links("50mbit", "400mbit", 2), _layer(128, 896, 8, 4, ep=2, expert_tp=2), (320, 384, 448, 512)),
-    Shape(Links("50mbit", "400mbit", 2), _layer(128, 1024, 8, 4, ep=4), (384, 448, 512, 640)),
-    Shape(Links("50mbit", "400mbit", 2), _layer(192, 768, 8, 2, ep=2, expert_tp=2), (256, 320, 384, 512)),
-    Shape(Links("50mbit", "400mbit", 1, nodes=4), _layer(128, 512, 8, 4, ep=4), (320, 384, 448, 512)),
+    Shape(Links("50mbit", "400mbit", 1), layer(128, 1536, 8, 4, ep=2), (768, 896, 1024, 1280)),
+    Shape(Links("50mbit", "400mbit", 2), layer(128, 896, 8, 4, ep=2, expert_tp=2), (320, 384, 448, 512)),
+    Shape(Links("50mbit", "400mbit", 2), layer(128, 1024, 8, 4, ep=4), (384, 448, 512, 640)),
+    Shape(Links("50mbit", "400mbit", 2), layer(192, 768, 8, 2, ep=2, expert_tp=2), (256, 320, 384, 512)),
+    Shape(Links("50mbit", "400mbit", 1, nodes=4), layer(128, 512, 8, 4, ep=4), (320, 384, 448, 512)),
 )
 
 
@@ -97,7 +98,12 @@ class Point:
         return ProfileSettings(one.tp, 1, one.ep, one.expert_tp, one.hidden, one.ffn_hidden, one.dtype, PROFILE_SECONDS)
 
 
-POINTS = [Point(shape, tokens, routing) for shape in SHAPES for routing in ROUTINGS for tokens in shape.tokens]
+def points_of(shape: Shape) -> list[Point]:
+    """Returns the points of a shape: each size under each routing."""
+    return [Point(shape, tokens, routing) for routing in ROUTINGS for tokens in shape.tokens]
+
+
+POINTS = [point for shape in SHAPES for point in points_of(shape)]
 
 
 def time_one(point: Point, cluster: Cluster, device: Any) -> Found:

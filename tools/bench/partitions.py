@@ -1,5 +1,5 @@
-"""Does the profile alone choose the number of partitions? The points of tools/bench/forty_points.py, on links that make
-up for a pause no faster than by a third.
+"""Does the profile alone choose the number of partitions? The points of tools/bench/forty_points.py and as many with
+smaller experts beside longer rows, on links that make up for a pause no faster than by a third.
 
     python -m tools.bench.partitions --out partitions            all that are not there yet (root: netbox)
     python -m tools.bench.partitions --out partitions --table    the tables of what is there
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from tools.bench.forty_points import IN_PARTITIONS, POINTS, SHAPES, Point, partitions_by_profile
+from tools.bench.forty_points import IN_PARTITIONS, SHAPES, Point, Shape, layer, partitions_by_profile, points_of
 from tools.bench.judged_points import (
     PartitionsFound,
     PartitionsJudged,
@@ -29,12 +29,23 @@ from tools.bench.judged_points import (
     row_of_partitions,
     table_of_partitions,
 )
-from tools.bench.netbox_runs import run
+from tools.bench.netbox_runs import Links, run
 from tools.markdown_rows import head, row
 
 PEAK = 1.3
-ON_SMOOTH_LINKS = {shape: replace(shape, links=replace(shape.links, peak=PEAK)) for shape in SHAPES}
-SMOOTH_POINTS = [replace(one, shape=ON_SMOOTH_LINKS[one.shape]) for one in POINTS]
+SMALL_EXPERTS = (
+    Shape(Links("50mbit", "400mbit", 1), layer(512, 1536, 8, 4, ep=2), (96, 128, 192, 256)),
+    Shape(Links("50mbit", "400mbit", 2), layer(384, 1280, 8, 4, ep=2, expert_tp=2), (64, 96, 128, 192)),
+    Shape(Links("50mbit", "400mbit", 2), layer(320, 640, 16, 6, ep=4), (64, 96, 128, 192)),
+    Shape(Links("50mbit", "400mbit", 2), layer(448, 1344, 8, 2, ep=2, expert_tp=2), (96, 128, 192, 256)),
+    Shape(Links("50mbit", "400mbit", 1, nodes=4), layer(416, 1248, 8, 2, ep=4), (96, 128, 192, 256)),
+)
+"""Shapes whose experts take less beside what links do, as an expert gets fewer rows."""
+POINTS = [
+    replace(point, shape=replace(shape, links=replace(shape.links, peak=PEAK)))
+    for shape in (*SMALL_EXPERTS, *SHAPES)
+    for point in points_of(shape)
+]
 
 
 def time_one(point: Point, cluster: Cluster, device: Any) -> PartitionsFound:
@@ -70,7 +81,7 @@ def rows(point: Point, content: Mapping[str, Any]) -> Iterator[str]:
 def table(out: Path) -> Iterator[str]:
     """Yields the tables of the points that are there."""
     judged: list[PartitionsJudged] = []
-    for shape, of_shape in judged_by_shape(out, SMOOTH_POINTS, judge):
+    for shape, of_shape in judged_by_shape(out, POINTS, judge):
         yield f"\n**{shape}**\n"
         yield from table_of_partitions(of_shape)
         judged += (one for _, one in of_shape)
@@ -88,7 +99,7 @@ def table(out: Path) -> Iterator[str]:
 
 def main() -> int:
     """Runs the points that are missing and prints the tables."""
-    return run("tools.bench.partitions", __doc__.splitlines()[0], SMOOTH_POINTS, time_one, rows, table)
+    return run("tools.bench.partitions", __doc__.splitlines()[0], POINTS, time_one, rows, table)
 
 
 if __name__ == "__main__":
