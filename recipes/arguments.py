@@ -208,12 +208,6 @@ def _check_model(args: argparse.Namespace) -> None:
             "--sequence-parallel splits tokens over the tensor-parallel ranks, but --tensor-model-parallel-size"
             " is 1; leave the flag out or raise the size"
         )
-    context_chunks = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
-    if args.seq_length % (context_chunks * tp):
-        raise ConfigurationError(
-            f"--seq-length {args.seq_length} must be divisible by {context_chunks * tp}: the sequence is cut for"
-            f" --context-parallel-size {args.context_parallel_size} and --tensor-model-parallel-size {tp}"
-        )
 
 
 def _check_divisible(flag: str, value: int, divisor_flag: str, divisor: int) -> None:
@@ -239,6 +233,11 @@ def _check_layout(args: argparse.Namespace, world_size: int) -> Layout:
 
 
 def _check_batch(args: argparse.Namespace, layout: Layout) -> None:
+    if not layout.cuts(args.seq_length):
+        raise ConfigurationError(
+            f"--seq-length {args.seq_length} must be divisible by {layout.least_sequence}: the sequence is cut for"
+            f" --context-parallel-size {layout.cp} and --tensor-model-parallel-size {layout.tp}"
+        )
     samples = args.micro_batch_size * layout.dp
     args.global_batch_size = args.global_batch_size or samples
     if args.global_batch_size % samples:

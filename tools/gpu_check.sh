@@ -103,7 +103,7 @@ build() {
     local arch
     arch=$("$python" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())') || return 1
     MOE_OPT_CUDA=ON MOE_OPT_CUDA_ARCHS="$arch" "$python" setup.py build_ext --inplace &&
-        "$python" -c 'from megatron_moe_opt.kernels import build_info; print(build_info())'
+        "$python" -c 'from megatron_moe_opt.extension import build_info; print(build_info())'
 }
 bench() {
     "$python" -m tools.bench.kernels --device cuda "$@"

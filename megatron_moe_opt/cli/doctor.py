@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -76,7 +75,6 @@ def examine() -> list[Finding]:
         _extension,
         _megatron,
         _optional_libraries,
-        _netbox,
     )
     return [finding for check in checks for finding in check()]
 
@@ -127,7 +125,7 @@ def _extension() -> Iterator[Finding]:
         return  # said above: there is nothing to build it for yet
 
     try:
-        from megatron_moe_opt.kernels.extension import build_info
+        from megatron_moe_opt.extension import build_info
 
         built = build_info()
     except ImportError as error:  # one sentence: the problem, a colon, the cure
@@ -211,17 +209,6 @@ def _version_of(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "installed, version unknown"
-
-
-def _netbox() -> Iterator[Finding]:
-    """Yields what tools/netbox.py needs: only benchmarks on an imitated cluster ask for it."""
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    mends = ["apt-get install iproute2"] if missing else []
-    if os.geteuid() != 0:
-        missing.append("root")
-        mends.append("run netbox.py as root")
-    found = f"cannot run: no {', no '.join(missing)}" if missing else "can run (root, ip, tc)"
-    yield Finding("netbox", found, "; ".join(mends), required=False)
 
 
 def _dotted(version: tuple[int, int]) -> str:

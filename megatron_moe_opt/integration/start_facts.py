@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_moe_opt import __version__
+from megatron_moe_opt.extension import ABI
 from megatron_moe_opt.gpu_settings import CONNECTIONS, LAUNCH_ORDER, has_one_queue, launches_in_turn
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.systems.system import FLAG
@@ -30,9 +31,6 @@ def facts_of(options: Options, arguments: Sequence[str] = ()) -> dict[str, str |
     Args:
         arguments: of the script, among which the dispatcher is.
     """
-    # Not at the top: the package of kernels loads the extension, and who starts a job says where that fails.
-    from megatron_moe_opt.kernels.extension import ABI
-
     facts: dict[str, str | None] = {
         # First: a rank without a GPU, which is on Gloo, differs from the others in some of the rest, too.
         "the device": "CUDA" if torch.cuda.is_available() else "the CPU",

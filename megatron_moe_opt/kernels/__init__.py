@@ -1,10 +1,9 @@
-"""Python faces of the compiled kernels. Importing this package loads the extension (see `extension.py`)."""
+"""Python faces of the compiled kernels. Importing this package loads the extension."""
 
 from __future__ import annotations
 
 from megatron_moe_opt.kernels.chunk_copy import ChunkList, copy_chunks
 from megatron_moe_opt.kernels.count_tokens import count_routing_map
-from megatron_moe_opt.kernels.extension import build_info
 from megatron_moe_opt.kernels.host_pool import empty
 from megatron_moe_opt.kernels.packed_rows import (
     LANE_BYTES,
@@ -28,7 +27,6 @@ __all__ = [
     "ChunkList",
     "RowMap",
     "WireFormat",
-    "build_info",
     "build_row_map",
     "build_row_map_by_sample",
     "copy_chunks",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.kernels.streams import to_device
 
 _C = load_extension()

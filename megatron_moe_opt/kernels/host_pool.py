@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 
 _C = load_extension()
 

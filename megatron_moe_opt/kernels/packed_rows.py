@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.kernels.host_pool import empty
 from megatron_moe_opt.kernels.row_map import RowMap
 from megatron_moe_opt.row_format import LANE_BYTES, NOTE_BYTE, WireFormat

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.kernels.row_map import RowMap, build_row_map, row_map_from_sources
 from megatron_moe_opt.kernels.streams import require
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 
 _C = load_extension()
 

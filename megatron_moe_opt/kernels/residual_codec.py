@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 
 _C = load_extension()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.kernels.streams import has_streams
 
 _C = load_extension()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 
 STREAMED = {"cuda"}
 """Types of devices whose work is queued on streams."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.kernels.host_pool import empty
 from megatron_moe_opt.kernels.packed_rows import spread_rows
 from megatron_moe_opt.kernels.row_map import RowMap

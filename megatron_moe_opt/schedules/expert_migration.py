@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from functools import cache
 from operator import itemgetter
 
+from megatron_moe_opt.schedules.groups import experts_group
 from megatron_moe_opt.schedules.pipeline import Stage, one_by_one
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline, Schedule
 
@@ -33,7 +34,8 @@ def gathered(sizes: Mapping[int, int], is_coded: bool = False) -> Schedule:
 @cache
 def _gathered(levels: tuple[int, ...], is_coded: bool) -> Outline:
     stages = [
-        Stage(Kind.ALL_GATHER, Lane.EXPERTS, itemgetter(level), f"held.{level}", f"experts.{level}") for level in levels
+        Stage(Kind.ALL_GATHER, Lane.EXPERTS, itemgetter(level), f"held.{level}", experts_group(level))
+        for level in levels
     ]
     if is_coded and stages:
         stages.insert(0, Stage(Kind.ENCODE, Lane.EXPERTS, stages[0].size, "message"))
@@ -94,7 +96,7 @@ def _returned(levels: tuple[int, ...], is_coded: bool, adds_deferred: bool) -> O
         size = itemgetter(level)
         if is_coded:
             stages.append(Stage(Kind.ENCODE_GRADIENT, Lane.EXPERTS, size, f"messages.{level}"))
-        stages.append(Stage(Kind.REDUCE_SCATTER, Lane.EXPERTS, size, f"parts.{level}", f"experts.{level}"))
+        stages.append(Stage(Kind.REDUCE_SCATTER, Lane.EXPERTS, size, f"parts.{level}", experts_group(level)))
         summing = Kind.DECODE_GRADIENT if is_coded else Kind.SUM
         stages.append(Stage(summing, Lane.EXPERTS, size, f"sums.{level}", also_reads=(summed,)))
         summed = f"sums.{level}"

@@ -22,19 +22,10 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar
 
-from megatron_moe_opt.schedules.monta import EXPERT_TP, GATHERED, gathered_over_tp
+from megatron_moe_opt.schedules.groups import EXPERT_TP, tokens_group
+from megatron_moe_opt.schedules.monta import GATHERED, gathered_over_tp
 from megatron_moe_opt.schedules.pipeline import Stage, chunk_by_chunk
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure, Outline
-
-
-def level_group(level: int) -> str:
-    """Returns what the process group of a level is called."""
-    return f"tokens.{level}"
-
-
-def level_of(group: str) -> int:
-    """Returns the level of the process group of a role."""
-    return int(group.rpartition(".")[2])
 
 
 @dataclass(frozen=True)
@@ -119,7 +110,7 @@ class HopStages:
         for level in self.hops:
             copied = _sent(level)
             stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level), copied, f"copies_{level}"))
-            stages.append(Stage(Kind.ALL_TO_ALL, self._lane(level), copied, f"arrived_{level}", level_group(level)))
+            stages.append(Stage(Kind.ALL_TO_ALL, self._lane(level), copied, f"arrived_{level}", tokens_group(level)))
         if self.etp_size > 1:
             stages.append(Stage(Kind.ALL_GATHER, Lane.INTRA, GATHERED, "gathered", EXPERT_TP))
         return [*stages, Stage(Kind.PERMUTE, self._end, _COMPUTED, "sorted")]
@@ -133,7 +124,7 @@ class HopStages:
             stages.append(Stage(Kind.SUM, Lane.INTRA, GATHERED, "summed", also_reads=("unsorted",)))
         for level in reversed(self.hops):
             copied = _sent(level)
-            stages.append(Stage(Kind.ALL_TO_ALL, self._lane(level), copied, f"returned_{level}", level_group(level)))
+            stages.append(Stage(Kind.ALL_TO_ALL, self._lane(level), copied, f"returned_{level}", tokens_group(level)))
             stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level), copied, f"summed_{level}"))
         if self.tp_size == 1:
             return [*stages[:-1], replace(stages[-1], writes="rows")]

@@ -18,15 +18,13 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar
 
+from megatron_moe_opt.schedules.groups import EP, EXPERT_TP, TP
 from megatron_moe_opt.schedules.pipeline import ChunkBytes, Stage, chunk_by_chunk
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline
 
 LEVELS = ("O1", "O2", "O3")
 CHUNK_COUNTS = (1, 2, 4, 8, 16)
 """The numbers of chunks to choose from."""
-EP = "ep"
-EXPERT_TP = "expert-tp"
-TP = "tp"
 EXCHANGED, GATHERED, RETURNED = map(attrgetter, ("exchanged", "gathered", "returned"))
 """Functions that return one of the sizes in ChunkBytes."""
 

@@ -22,13 +22,13 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar
 
-from megatron_moe_opt.schedules.monta import EXPERT_TP, GATHERED, TP
+from megatron_moe_opt.schedules.groups import EXPERT_TP, JOINT_GROUP, TP
+from megatron_moe_opt.schedules.monta import GATHERED
 from megatron_moe_opt.schedules.pipeline import ChunkBytes, Pipeline, Stage, chunk_by_chunk, own_buffer
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline, Schedule
 
 SCHEDULES = ("S1", "S2")
 AAS = "AAS"  # S2, its AllGather after the whole all-to-all: what SAA is measured against
-JOINT_GROUP = "ep x expert-tp"
 
 
 @dataclass(frozen=True)

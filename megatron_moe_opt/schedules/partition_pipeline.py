@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from megatron_moe_opt.schedules.groups import TP
 from megatron_moe_opt.schedules.memory_reuse import Strategy
-from megatron_moe_opt.schedules.monta import TP
 from megatron_moe_opt.schedules.partition_rows import Move, Moved
 from megatron_moe_opt.schedules.pipeline import Pipeline, Stage, Stages, own_buffer
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure

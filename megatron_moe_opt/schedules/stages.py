@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_moe_opt.schedules.groups import EP
 from megatron_moe_opt.schedules.schedule import OF_EXPERTS, Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Part, Timeline, as_they_ran
 
@@ -37,9 +38,9 @@ class PassInstants:
         if with_exchange:
             first = min((begin for begin, _ in self.calls), default=self.exchange_end)
             last = max((end for _, end in self.calls), default=self.exchange_end)
-            yield Op(Kind.ALL_TO_ALL, Lane.INTER, group="ep"), self.exchange_begin, first
+            yield Op(Kind.ALL_TO_ALL, Lane.INTER, group=EP), self.exchange_begin, first
             if last < self.exchange_end:
-                yield Op(Kind.ALL_TO_ALL, Lane.INTER, group="ep"), last, self.exchange_end
+                yield Op(Kind.ALL_TO_ALL, Lane.INTER, group=EP), last, self.exchange_end
         yield Op(Kind.PERMUTE, Lane.COMPUTE), self.exchange_end, self.end
 
 

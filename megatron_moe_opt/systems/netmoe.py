@@ -17,7 +17,8 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.mpmoe import no_hops
 from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions
 from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction, Refusal
-from megatron_moe_opt.schedules.monta import CHUNK_COUNTS, EP, even_chunks
+from megatron_moe_opt.schedules.groups import EP
+from megatron_moe_opt.schedules.monta import CHUNK_COUNTS, even_chunks
 from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, ROWS, SHARED_ROWS
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 from megatron_moe_opt.systems.megatron_config import given_flag, quantization, recomputed_modules, repeats_moe_layers
@@ -55,7 +56,7 @@ def _build(groups: Any, options: Any, config: Any) -> Any:
 
 
 def _attach(layer: Any, options: Any) -> None:
-    from megatron_moe_opt.integration.layer.netmoe_layer import check_seams
+    from megatron_moe_opt.integration.layer.linked_blocks import check_seams
 
     check_seams()
 

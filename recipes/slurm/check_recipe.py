@@ -156,10 +156,10 @@ def _check_batch(flags: Flags, layout: Layout) -> int:
             f"--global-batch-size {batch} is no multiple of {samples}, --micro-batch-size x DP {layout.dp}: choose one"
         )
     sequence = flags.number("--seq-length")
-    parts = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
-    if sequence % parts:
+    if not layout.cuts(sequence):
         raise ConfigurationError(
-            f"--seq-length {sequence} is cut into {parts} parts by TP {layout.tp} and CP {layout.cp}: choose a multiple"
+            f"--seq-length {sequence} is cut by TP {layout.tp} and CP {layout.cp}: choose a multiple of "
+            f"{layout.least_sequence}"
         )
     if flags.number("--max-position-embeddings") < sequence:
         raise ConfigurationError(f"--max-position-embeddings is less than --seq-length {sequence}: raise it")

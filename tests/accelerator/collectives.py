@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.integration.host.gloo import _hand_over
-from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.engine.steps import blocks_of
 from megatron_moe_opt.runtime.observed import traffic
 from tests.accelerator.clocks import Actor

@@ -25,9 +25,9 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.distributed import distributed_c10d
 
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.integration.host.devices import FACTORIES
 from megatron_moe_opt.kernels import streams as package_streams
-from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.row_format import WireFormat
 from megatron_moe_opt.runtime.engine import collectives as package_collectives
 from megatron_moe_opt.runtime.engine import executor, host_copy, started

@@ -46,7 +46,7 @@ def _torch_flags() -> list[str]:
         "_GLIBCXX_USE_CXX11_ABI": abi,
         "MOE_OPT_CUDA": 1,
         "MOE_OPT_VERSION": f'"{_package("__init__.py", r"__version__ = .([^ ]+).$")}"',
-        "MOE_OPT_ABI": _package("kernels/extension.py", r"^ABI = (\d+)"),
+        "MOE_OPT_ABI": _package("extension.py", r"^ABI = (\d+)"),
         "MOE_OPT_TORCH_VERSION": f'"{torch.__version__}"',
         "MOE_OPT_COMPILER": '"emulator"',
         "MOE_OPT_CUDA_ARCHS": '""',

@@ -15,7 +15,7 @@ from tests.emulator import plugin  # before torch
 import torch  # isort: skip
 
 from megatron_moe_opt import kernels  # isort: skip
-from megatron_moe_opt.kernels.extension import load_extension  # isort: skip
+from megatron_moe_opt.extension import load_extension  # isort: skip
 from megatron_moe_opt.kernels.row_map import row_map_from_sources  # isort: skip
 from megatron_moe_opt.runtime.engine import steps  # isort: skip
 from megatron_moe_opt.runtime.engine.executor import executor  # isort: skip

@@ -16,7 +16,7 @@ from tests.emulator.build import ROOT
 import torch  # isort: skip
 
 from megatron_moe_opt import kernels  # isort: skip
-from megatron_moe_opt.kernels.extension import load_extension  # isort: skip
+from megatron_moe_opt.extension import load_extension  # isort: skip
 
 TABLE = ROOT / "csrc" / "kernels" / "launches.txt"
 DEVICE = torch.device("cuda")

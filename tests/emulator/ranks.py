@@ -16,9 +16,9 @@ from megatron.core.pipeline_parallel import schedules
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.integration.auto import memory_room
 from megatron_moe_opt.integration.host import devices, rng
-from megatron_moe_opt.kernels.extension import load_extension
 
 
 class _StandIn(type):

@@ -10,7 +10,7 @@ from tests.emulator.build import KERNELS
 import torch  # isort: skip
 
 from megatron_moe_opt import kernels  # isort: skip
-from megatron_moe_opt.kernels.extension import load_extension  # isort: skip
+from megatron_moe_opt.extension import load_extension  # isort: skip
 from megatron_moe_opt.kernels.row_map import row_map_from_sources  # isort: skip
 from tools.bench.kernels import CodecWorkload  # isort: skip
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.options import Options
 from tests.multirank import test_bench_layer
 from tests.multirank.test_dispatchers import compare

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from megatron_moe_opt import kernels
+from megatron_moe_opt.extension import build_info
 
 T = TypeVar("T")
-EMULATED = kernels.build_info()["compiler"] == "emulator"
+EMULATED = build_info()["compiler"] == "emulator"
 
 
 def sized(on_a_gpu: T, emulated: T) -> T:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt import kernels
+from megatron_moe_opt.extension import build_info
 from tests.gpu import EMULATED
 
 SAMPLED_OF = 5  # cases, one
@@ -39,7 +39,7 @@ def device():
         pytest.skip(
             "no CUDA device: pass -p tests.emulator.plugin, or run tools/gpu_check.sh on a machine that has one"
         )
-    info = kernels.build_info()
+    info = build_info()
     if info["backend"] != "cuda":
         pytest.fail("the extension was built for CPU only; rebuild it where nvcc is on PATH")
     yield torch.device("cuda")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_moe_opt import kernels
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 from tests import kernel_reference as reference
 from tests.gpu import sized
 from tests.unit.permute_cases import DTYPES, PROB_DTYPES, ROUNDING, leaves, random_map, relative_error

@@ -39,15 +39,15 @@ def tasteful_trace():
 
 @contextmanager
 def two_nodes() -> Iterator[None]:
-    from megatron_moe_opt.integration.layer import netmoe_layer
+    from megatron_moe_opt.integration.layer import linked_blocks
 
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
-    netmoe_layer._holders.cache_clear()
+    linked_blocks._holders.cache_clear()
     try:
         yield
     finally:
         del os.environ["GROUP_RANK"]
-        netmoe_layer._holders.cache_clear()
+        linked_blocks._holders.cache_clear()
 
 
 def bench(tokens: int | None, dtype: str) -> Any:

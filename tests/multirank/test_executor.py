@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.executor import LaneError, executor
 from megatron_moe_opt.runtime.engine.steps import Steps

@@ -16,14 +16,13 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from packaging.version import Version
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.runtime.engine.collectives import (
     CollectiveError,
     all_gather_rows,
     all_to_all_rows,
     reduce_scatter_rows,
     start_all_gather_rows,
-    start_all_to_all_rows,
     start_reduce_scatter_rows,
 )
 from tests.ranks.gpt import gpt
@@ -193,7 +192,6 @@ def issued():
         lambda: start_all_gather_rows(torch.ones(2, 3), None, group),
         lambda: start_all_gather_rows(torch.ones(1 + rank, 3), [1, 2, 3, 4], group),
         lambda: start_reduce_scatter_rows(torch.ones(8, 3), None, group),
-        lambda: start_all_to_all_rows(torch.ones(10, 3), [1 + rank] * 4, [1, 2, 3, 4], group),
         lambda: dist.all_to_all_single(  # stock Megatron's call
             torch.ones(4 + 4 * rank, 3), torch.ones(10, 3), [1 + rank] * 4, [1, 2, 3, 4], group, async_op=True
         ),
@@ -212,9 +210,9 @@ def issued():
 def test_all_transfers_of_a_collective_are_under_way_at_once_receives_first(ranks):
     """Else large messages go one direction after the other. Every rank begins with another one."""
     for rank, found in enumerate(ranks.run(issued)):
-        assert [[name for name, _ in of_one] for of_one in found] == [["gloo:recv"] * 3 + ["gloo:send"] * 3] * 5
+        assert [[name for name, _ in of_one] for of_one in found] == [["gloo:recv"] * 3 + ["gloo:send"] * 3] * 4
         assert [(rows - 1 - rank) % 4 for _, rows in found[1][:3]] == [3, 2, 1]
-        assert found[3] == found[4] and [(rows - 1 - rank) % 4 for _, rows in found[3][3:]] == [1, 2, 3]
+        assert [(rows - 1 - rank) % 4 for _, rows in found[3][3:]] == [1, 2, 3]
 
 
 def no_rows():

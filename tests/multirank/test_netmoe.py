@@ -291,7 +291,7 @@ def test_hops_over_two_levels_where_experts_are_cut_equal_stock(eight_ranks):
 
 def joined_samples(layout: dict[str, int]) -> list[float]:
     """Returns the errors of output and input gradient of layers whose samples, packed into one, stay at home."""
-    from megatron_moe_opt.integration.layer import netmoe_layer
+    from megatron_moe_opt.integration.layer import block_passes, netmoe_layer
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
@@ -307,7 +307,7 @@ def joined_samples(layout: dict[str, int]) -> list[float]:
             block, generator = trained.model.module.decoder, torch.Generator().manual_seed(torch.distributed.get_rank())
             size = (samples * packed.tokens_per_sample, 1, block.config.hidden_size)
             hidden = given = torch.randn(size, generator=generator).requires_grad_()
-            netmoe_layer._Begin()(block, (), {"packed_seq_params": packed})
+            block_passes.BeginPass()(block, (), {"packed_seq_params": packed})
             for layer in block.layers:
                 hidden = layer._forward_mlp(hidden, packed_seq_params=packed)
             (hidden * torch.randn(size, generator=generator)).sum().backward()
@@ -329,7 +329,7 @@ def evaluated() -> tuple[bool, bool, float]:
     and when it is in chunks, and the error in bf16."""
     import megatron_moe_opt
     from megatron_moe_opt.dispatchers import sample_placement
-    from megatron_moe_opt.integration.layer.netmoe_layer import _dispatcher_of
+    from megatron_moe_opt.integration.layer.netmoe_layer import dispatcher_of
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
@@ -341,7 +341,7 @@ def evaluated() -> tuple[bool, bool, float]:
             stock, ours = (gpt(moe_token_dispatcher_type=name, **settings) for name in ("alltoall", "netmoe"))
             ours.model.load_state_dict(stock.model.state_dict())
             losses = [_evaluate(trained) for trained in (stock, ours)]
-            placement = _dispatcher_of(ours.model.module.decoder.layers[0]).placement
+            placement = dispatcher_of(ours.model.module.decoder.layers[0]).placement
             untouched = not placement.prediction.predict(np.ones((1, 8), np.int64)).any()
             megatron_moe_opt.register(Options(monta_level="O3", chunks=3))
             again = gpt(moe_token_dispatcher_type="netmoe", **settings)

@@ -35,17 +35,17 @@ NODES = NodeMap((0, 0, 1, 1))
 
 def build(dispatcher: str, **settings: Any) -> Any:
     """A GPT on two nodes of two ranks."""
-    from megatron_moe_opt.integration.layer import netmoe_layer
+    from megatron_moe_opt.integration.layer import linked_blocks
     from tests.ranks.gpt import gpt
 
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
-    netmoe_layer._holders.cache_clear()
+    linked_blocks._holders.cache_clear()
     try:
         settings = LAYERS | settings | {"moe_token_dispatcher_type": dispatcher}
         return gpt(distributed_optimizer=False, micro_batch=4, **settings)
     finally:
         del os.environ["GROUP_RANK"]
-        netmoe_layer._holders.cache_clear()
+        linked_blocks._holders.cache_clear()
 
 
 def forward(trained: Any) -> torch.Tensor:
@@ -145,7 +145,7 @@ def seen(*_: Any) -> None:
 
 
 def refusals() -> list[str]:
-    from megatron_moe_opt.integration.layer import netmoe_layer
+    from megatron_moe_opt.integration.layer import block_passes
     from tests.ranks.megatron import parallel
 
     texts = []
@@ -165,16 +165,16 @@ def refusals() -> list[str]:
             except ConfigurationError as error:
                 texts.append(str(error))
         try:
-            netmoe_layer._Begin()(block, (), {"per_layer_inputs": [torch.zeros(32, 4, 2)]})
+            block_passes.BeginPass()(block, (), {"per_layer_inputs": [torch.zeros(32, 4, 2)]})
         except ConfigurationError as error:
             texts.append(str(error))
         probe = block.layers[0].mlp.register_forward_hook(seen)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(netmoe_layer, "say_once", lambda _, __, line: texts.append(line()))
-            netmoe_layer._Begin()(block, (), {})
+            patch.setattr(block_passes, "say_once", lambda _, __, line: texts.append(line()))
+            block_passes.BeginPass()(block, (), {})
             patch.setattr(seen, "__module__", "modelopt.torch.distill.distillation_model")
             try:
-                netmoe_layer._Begin()(block, (), {})
+                block_passes.BeginPass()(block, (), {})
             except ConfigurationError as error:
                 texts.append(str(error))
         probe.remove()
@@ -203,26 +203,26 @@ class Scaled(MoELayer):
 
 def layers_of_their_own() -> tuple[str, list[str | None]]:
     """Returns what is said of a model that is built with such layers, and of one whose layers become so."""
-    from megatron_moe_opt.integration.layer import netmoe_layer
+    from megatron_moe_opt.integration.layer import linked_blocks
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
         block = build("netmoe").model.module.decoder
         layer = block.layers[-1]
         bda = layer.mlp_bda
-        said = [netmoe_layer.block_adds_up_otherwise([layer.mlp])]
+        said = [linked_blocks.block_adds_up_otherwise([layer.mlp])]
         for change, back in (
             (lambda: setattr(layer, "hidden_dropout", 0.1), lambda: setattr(layer, "hidden_dropout", 0.0)),
             (lambda: setattr(layer, "mlp_bda", partial(bda)), lambda: setattr(layer, "mlp_bda", bda)),
             (lambda: setattr(layer.mlp, "__class__", Scaled), lambda: setattr(layer.mlp, "__class__", MoELayer)),
         ):
             change()
-            said.append(netmoe_layer.adds_up_otherwise(block))
+            said.append(linked_blocks.adds_up_otherwise(block))
             back()
-        for name in netmoe_layer._OF_LAYERS:
+        for name in linked_blocks._OF_LAYERS:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(layer, name, layers_of_their_own, raising=False)
-                assert f"has a TransformerLayer.{name} that is not" in netmoe_layer.adds_up_otherwise(block)
+                assert f"has a TransformerLayer.{name} that is not" in linked_blocks.adds_up_otherwise(block)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigurationError) as caught:
             patch.setattr(gpt_layer_specs, "TransformerLayer", Sandwich)
             build("netmoe")
@@ -241,7 +241,7 @@ def kept_at_home() -> tuple[list[bool], float]:
     """Returns whether samples move in passes with causal masks and with one rank's unlike,
     under `auto`, and its error.
     """
-    from megatron_moe_opt.integration.layer import netmoe_layer
+    from megatron_moe_opt.integration.layer import block_passes, netmoe_layer
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
@@ -264,13 +264,13 @@ def kept_at_home() -> tuple[list[bool], float]:
             moved.append(bool((move != np.arange(len(move))).any()))
         at_home = []
         probe = block.layers[0].register_forward_hook(seen)
-        netmoe_layer._Begin()(block, (), {})
+        block_passes.BeginPass()(block, (), {})
         at_home.append(bool(placement.order.running.unlike))
         probe.remove()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(netmoe_layer, "balances_ranks", lambda router: True)
+            patch.setattr(block_passes, "balances_ranks", lambda router: True)
             for samples in (1, 2):  # a loss of those that share a rank
-                netmoe_layer._Begin()(block, (), {"hidden_states": torch.zeros(32, samples, 64)})
+                block_passes.BeginPass()(block, (), {"hidden_states": torch.zeros(32, samples, 64)})
                 at_home.append(bool(placement.order.running.unlike) == (samples == 2))
         for given in ({"packed_seq_params": 1}, {"extract_layer_indices": {0}}, {}):
             if not given:
@@ -278,7 +278,7 @@ def kept_at_home() -> tuple[list[bool], float]:
                 moe = block.layers[0].mlp
                 moe.router.router_replay = replay
                 moe.router = WrappedRouter(moe.router)
-            netmoe_layer._Begin()(block, (), given)
+            block_passes.BeginPass()(block, (), given)
             at_home.append(bool(placement.order.running.unlike))
         return [*moved, all(at_home)], ((got - expected).norm() / expected.norm()).item()
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster, World
-from megatron_moe_opt.schedules.parm import JOINT_GROUP
+from megatron_moe_opt.schedules.groups import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.pool import RankFailure
 

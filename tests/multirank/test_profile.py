@@ -17,7 +17,7 @@ from megatron_moe_opt.planning.costs.domain_curves import KINDS, profile_name
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.simulator import simulate
-from megatron_moe_opt.schedules.parm import JOINT_GROUP
+from megatron_moe_opt.schedules.groups import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane, Op, Schedule
 from megatron_moe_opt.systems.parm import PARM
 from tests.ranks.devices import rank_device

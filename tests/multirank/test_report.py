@@ -7,12 +7,12 @@ import os
 import pytest
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.report.measured_layer import conditions, times_table, traffic_table
+from megatron_moe_opt.cli.bench.measured_layer import conditions, times_table, traffic_table
+from megatron_moe_opt.cli.bench.saved_report import read_report
 from megatron_moe_opt.cli.report.page import render_page
-from megatron_moe_opt.cli.report.saved_report import read_report
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
-from megatron_moe_opt.schedules.parm import JOINT_GROUP
+from megatron_moe_opt.schedules.groups import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.commands import CURVES, group_of_the_pool
 from tests.unit.report_cases import Page

@@ -63,7 +63,7 @@ def test_files_and_timelines(ranks, tmp_path, variant, lanes):
     assert list(step.measured) == list(step.predicted) == list(PASSES)
     for name, measured in step.measured.items():
         predicted = step.predicted[name]
-        assert predicted == simulate(measured.schedule, cluster.costs(), cluster.slowdown)
+        assert predicted == simulate(measured.schedule, cluster.costs, cluster.slowdown)
         assert predicted.seconds > 0 and len(measured.schedule.lanes) == lanes
         assert ("dispatch" in measured.schedule.name) == (name in ("forward dispatch", "backward of combine"))
         for lane in measured.schedule.lanes:

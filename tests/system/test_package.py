@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe_opt.cli.report.saved_report import write_report
+from megatron_moe_opt.cli.bench.saved_report import write_report
 from tests.unit.report_cases import made_report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +89,6 @@ def test_a_wheel_with_the_extension(tmp_path: Path) -> None:
         said = archive.read(metadata).decode()
         assert not [name for name in archive.namelist() if "libtorch" in name or "libc10" in name]
     assert "License-Expression: Apache-2.0" in said and "License-File: LICENSE" in said
-    loads = "import torch, megatron_moe_opt.kernels as kernels; print(kernels.__file__, kernels.build_info())"
+    loads = "import torch, megatron_moe_opt.extension as extension; print(extension.__file__, extension.build_info())"
     printed = run(sys.executable, "-c", loads, cwd=tmp_path / "unpacked")
     assert str(tmp_path) in printed and "'backend': 'cpu'" in printed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,14 +14,15 @@ from pathlib import Path
 import pytest
 import typer
 
+from megatron_moe_opt.cli.bench.saved_report import write_report
 from megatron_moe_opt.cli.main import app, main
-from megatron_moe_opt.cli.report.saved_report import write_report
 from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.costs.described_cluster import describe
 from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS
 from megatron_moe_opt.planning.traces.routing_generator import TABLE5, like_table5
 from megatron_moe_opt.planning.traces.routing_trace import write_routing_trace
 from megatron_moe_opt.topology.layouts import Layout
+from tests.ranks.job import Job
 from tests.unit.report_cases import made_report
 
 ROOT = Path(__file__).parents[2]
@@ -222,12 +222,13 @@ def test_what_is_tested_elsewhere_is_there() -> None:
     [(page, text) for page, text in _snippets() if NEEDS_BRIDGE not in text],
     ids=lambda one: _name(one) if isinstance(one, Path) else "",
 )
-def test_snippet(monkeypatch, capsys, folder: Path, page: Path, snippet: str) -> None:
+def test_snippet(monkeypatch, capsys, folder: Path, tmp_path: Path, page: Path, snippet: str) -> None:
     """It runs; and where the comment behind a line that prints begins with a number, that is what it prints."""
     monkeypatch.chdir(folder)
     if "register()" in snippet:  # for the whole process: in one of its own
-        done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+        (file := tmp_path / "snippet.py").write_text(snippet)
+        job = Job([file], tmp_path / "output.txt")
+        assert job.wait() == 0, job.output.read_text()
         return
     exec(compile(snippet, str(page), "exec"), {})
     printed = capsys.readouterr().out.splitlines()

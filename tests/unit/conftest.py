@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import megatron_moe_opt
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 from tests.accelerator.executor_library import SoftwareExecutor, build
 from tests.accelerator.makespans import LANES
 from tests.unit.permute_cases import CPU_KERNELS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PROB_DTYPES = [*DTYPES, torch.float64]

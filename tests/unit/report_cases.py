@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megatron_moe_opt.cli.bench.balance import RoutingBalance
 from megatron_moe_opt.cli.bench.link_rates import LinkRates, WireLimit
+from megatron_moe_opt.cli.bench.measured_layer import DispatcherResult, LayerReport
 from megatron_moe_opt.cli.bench.predicted import Predicted
 from megatron_moe_opt.cli.bench.recorded_step import RecordedStep
-from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.layer_passes import training_passes

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from megatron_moe_opt import kernels
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.kernels import LANE_BYTES, ChunkList, WireFormat, row_map_from_sources
-from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.engine import steps
 from tests.unit.permute_cases import CPU_KERNELS
 

@@ -21,12 +21,12 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
+from megatron_moe_opt.cli.bench.measured_layer import shape_of
 from megatron_moe_opt.cli.bench.run import check, time_rounds
 from megatron_moe_opt.cli.console import report_console, say, table_of
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, byte_budget, finite, whole_numbers
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group
-from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings, torch_dtype
 from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer

@@ -20,7 +20,7 @@ def check_device(device: Device) -> None:
         return
     import torch
 
-    from megatron_moe_opt.kernels import build_info
+    from megatron_moe_opt.extension import build_info
 
     if not torch.cuda.is_available():
         raise ConfigurationError("--device cuda: PyTorch sees no CUDA device: use --device cpu")

@@ -216,7 +216,7 @@ class AutoChooser(Chooser):
         """Returns what auto planned and kept when `measured` was called."""
         controller = self._controller
         predictions = {one.variant: one.seconds for one in controller.predicted if one.variant in seconds}
-        planned, kept = controller.planned, controller.current
+        planned, kept = controller.trying.planned, controller.current
         return [
             Chosen("plan", planned, predictions[planned], None, predictions),
             Chosen("auto", kept, None, controller.overhead),

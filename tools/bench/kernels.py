@@ -376,9 +376,9 @@ def device_name(device: Device) -> str:
     """Returns the GPU's name, or which CPU kernels are in use."""
     if device is Device.cuda:
         return torch.cuda.get_device_name()
-    from megatron_moe_opt import kernels
+    from megatron_moe_opt.extension import build_info
 
-    return f"cpu ({kernels.build_info()['cpu_kernels']})"
+    return f"cpu ({build_info()['cpu_kernels']})"
 
 
 if __name__ == "__main__":

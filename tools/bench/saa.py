@@ -32,7 +32,7 @@ from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
 from megatron_moe_opt.integration.measuring.timing import slowest
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.runtime.engine.executor import executor
-from megatron_moe_opt.schedules.parm import TP
+from megatron_moe_opt.schedules.groups import TP
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.schedules.timeline import Timeline
 

@@ -43,7 +43,7 @@ def exchanged(sequence: int) -> int:
 @cache
 def costs() -> Costs:
     """Returns the costs of the described A800 nodes, without an op's overhead, which the paper does not count."""
-    return Costs(describe(A800_IB200, LAYOUT, MODEL.hidden, MODEL.ffn // TP).costs().curves)
+    return Costs(describe(A800_IB200, LAYOUT, MODEL.hidden, MODEL.ffn // TP).costs.curves)
 
 
 def op_size(level: str, kind: Kind) -> float:
@@ -349,7 +349,7 @@ def scale() -> Iterator[str]:
     )  # fmt: skip
     for nodes in (128, 1024, 4096, 12500):
         layout = Layout(8 * nodes, ep=nodes, expert_tp=8)
-        found = Costs(describe(A800_IB200, layout, MODEL.hidden, MODEL.ffn // TP).costs().curves)
+        found = Costs(describe(A800_IB200, layout, MODEL.hidden, MODEL.ffn // TP).costs.curves)
         one = Pass("dispatch", exchanged(8 * K))
         whole = found.curves[OUT].seconds(TP * one.exchanged)
         o1, o3 = (

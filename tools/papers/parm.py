@@ -30,8 +30,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.parm import ParmFits, algorithm_1
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.planning.training.throughput import GpuSpeed
-from megatron_moe_opt.schedules.monta import EXPERT_TP
-from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
+from megatron_moe_opt.schedules.groups import EXPERT_TP, JOINT_GROUP, TP
 from megatron_moe_opt.systems.monta import MONTA
 from megatron_moe_opt.systems.parm import PARM
 from megatron_moe_opt.topology.layouts import Layout
@@ -150,7 +149,7 @@ def iteration(testbed: str, tokens: int, sequence: int) -> tuple[float, float]:
     known = TESTBEDS[testbed][0]
     attention = 3 * 2 * tokens * 768 * (4 * 768 + sequence) / 4 / (known.device.peak_flops * known.device.efficiency)
     # After attention the ranks of a TP group add up what they have, forward and backward.
-    curves = _cluster(testbed, 4, 4).costs().curves
+    curves = _cluster(testbed, 4, 4).costs.curves
     gather = next(curve for (kind, group), curve in curves.items() if group == "tp")
     attention += 4 * gather.seconds(tokens * 768 * 4)
     best = min(seconds["S1"].seconds, seconds["S2"].seconds)

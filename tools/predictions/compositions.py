@@ -23,10 +23,10 @@ from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.mpmoe import PartitionedLayer, costs_of
+from megatron_moe_opt.schedules.groups import TP
 from megatron_moe_opt.schedules.issue_order import in_issue_order
 from megatron_moe_opt.schedules.memory_reuse import NONE
 from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, ROWS, SHARED_ROWS, backward, forward
-from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import OF_EXPERTS, Kind, Lane, Op, Schedule
 from megatron_moe_opt.topology.layouts import Layout
 

@@ -17,13 +17,13 @@ import megatron_moe_opt
 from megatron_moe_opt.cli.bench.balance import routing_balance
 from megatron_moe_opt.cli.bench.link_rates import LinkRates, WireLimit, wire_limit
 from megatron_moe_opt.cli.bench.links import measure_links
+from megatron_moe_opt.cli.bench.measured_layer import DispatcherResult, LayerReport, print_report
 from megatron_moe_opt.cli.bench.peak_memory import peak_memory_growth
 from megatron_moe_opt.cli.bench.predicted import Predicted, predict_layer
 from megatron_moe_opt.cli.bench.recorded_step import record_step
+from megatron_moe_opt.cli.bench.saved_report import write_report
 from megatron_moe_opt.cli.console import progress, report_console, say_written
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, world_size
-from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport, print_report
-from megatron_moe_opt.cli.report.saved_report import write_report
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import STOCK, LayerSettings, torch_dtype
 from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
@@ -96,7 +96,7 @@ def check(settings: LayerSettings) -> Cluster | None:
     for variant in settings.dispatchers:
         name, _, backend = variant.partition(":")
         if name == FLEX:
-            check_flex(variant, backend or DEFAULT)
+            check_flex(variant, backend or DEFAULT, settings.dtype)
     check_routing(settings.routing, experts=settings.experts, topk=settings.topk)
     if settings.profile is None:
         return None

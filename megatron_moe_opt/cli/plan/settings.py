@@ -22,7 +22,7 @@ from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.pipeline import OVERLAP, takes
 from megatron_moe_opt.planning.training.throughput import GpuSpeed
 from megatron_moe_opt.row_format import ELEMENT_BYTES, LANE_BYTES
-from megatron_moe_opt.schedules.parm import TP
+from megatron_moe_opt.schedules.groups import TP
 from megatron_moe_opt.topology.domains import levels_if_even, levels_of_layout
 from megatron_moe_opt.topology.layouts import Layout, layout_of_options
 

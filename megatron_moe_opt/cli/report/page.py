@@ -14,11 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megatron_moe_opt.cli.bench.balance import max_over_mean
-from megatron_moe_opt.cli.bench.recorded_step import RecordedStep
-from megatron_moe_opt.cli.console import report_console, say_written
-from megatron_moe_opt.cli.report import charts
-from megatron_moe_opt.cli.report.charts import Bar
-from megatron_moe_opt.cli.report.measured_layer import (
+from megatron_moe_opt.cli.bench.measured_layer import (
     CANNOT_TELL,
     FASTER,
     SLOWER,
@@ -28,7 +24,11 @@ from megatron_moe_opt.cli.report.measured_layer import (
     times_table,
     traffic_table,
 )  # fmt: skip
-from megatron_moe_opt.cli.report.saved_report import read_report
+from megatron_moe_opt.cli.bench.recorded_step import RecordedStep
+from megatron_moe_opt.cli.bench.saved_report import read_report
+from megatron_moe_opt.cli.console import report_console, say_written
+from megatron_moe_opt.cli.report import charts
+from megatron_moe_opt.cli.report.charts import Bar
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.runtime.observed.traffic_rows import INTER_NODE, INTRA_NODE
 from megatron_moe_opt.schedules.timeline import Timeline, numbered, overlap

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.cli.bench.measured_layer import shape_of
 from megatron_moe_opt.cli.bench.recorded_step import record_step
 from megatron_moe_opt.cli.bench.run import check
 from megatron_moe_opt.cli.console import report_console, say
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group
-from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
@@ -83,7 +83,7 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Callable[[Op],
         ConfigurationError: a curve of mpmoe's is missing.
     """
     if settings.dispatch_only:
-        return cluster.costs()
+        return cluster.costs
     _, options = split_variant(_variant(settings), settings.profile)
     world = cluster.world
     workers = levels_of_layout(world.layout, world.nodes) if HOPS in options.ways else ()

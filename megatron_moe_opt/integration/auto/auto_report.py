@@ -74,7 +74,7 @@ def settled_lines(controller: Controller, chosen: str) -> list[str]:
         return [*lines, f"{chosen} stays: nothing is surely faster"]
     lines.append(
         f"{chosen} stays"
-        + (", as planned" if chosen == controller.planned else f"; {controller.planned} was planned")
+        + (", as planned" if chosen == controller.trying.planned else f"; {controller.trying.planned} was planned")
         + f": {measured[chosen] / measured[ALLTOALL]:.3f} of stock's step; it saves "
         f"{(measured[ALLTOALL] - measured[chosen]) * 1e3:.1f} ms of it"
         + _predicted_saving(predicted, chosen, controller.trying.passes)

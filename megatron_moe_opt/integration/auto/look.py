@@ -15,14 +15,11 @@ from megatron_moe_opt.integration.auto.auto_report import no_step_line, unlike_l
 from megatron_moe_opt.integration.auto.first_step import FirstStep, refusal
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of
+from megatron_moe_opt.integration.layer.block_passes import PassesSeen
 from megatron_moe_opt.integration.layer.layer_seam import router_of
-from megatron_moe_opt.integration.layer.netmoe_layer import (
-    PassesSeen,
-    block_adds_up_otherwise,
-    check_seams,
-    places_in_blocks,
-)
+from megatron_moe_opt.integration.layer.linked_blocks import block_adds_up_otherwise, check_seams
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
+from megatron_moe_opt.integration.layer.transformer_blocks import places_in_blocks
 from megatron_moe_opt.integration.micro_batches import after_passes, later_micro_batches, not_after_passes, trains
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options

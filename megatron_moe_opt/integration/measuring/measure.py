@@ -30,8 +30,8 @@ from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, Points,
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs, Slowdown
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import monta
+from megatron_moe_opt.schedules.groups import EP, EXPERT_TP, JOINT_GROUP, TP
 from megatron_moe_opt.schedules.monta import even_chunks
-from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
 from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane
 from megatron_moe_opt.topology.nodes import discover_nodes
 from megatron_moe_opt.topology.process_groups import COMMUNICATOR_BYTES
@@ -44,7 +44,7 @@ GEMM_ROWS = tuple(16 * 4**power for power in range(7))  # of each expert, up to 
 # Curves end with an op that takes longer: from there on, time grows with the bytes. Those of experts' groups, on which
 # choices rest most, are measured further.
 LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
-EXPERT_GROUPS = ("ep", "expert-tp", JOINT_GROUP)
+EXPERT_GROUPS = (EP, EXPERT_TP, JOINT_GROUP)
 SLOWDOWN_SHARES = 3
 """How many shares of the time the measurement of lanes side by side gets."""
 SHARES_OF_EXPERTS = 2
@@ -286,7 +286,7 @@ class _Measured:
         small chunks than in one as they do when a layer moves them.
         """
         groups, share = self._groups, self.share()
-        if "ep" not in groups:
+        if EP not in groups:
             return 0.0  # nothing to pipeline
         of_experts = expert_groups(groups)
         counts = (1, OVERHEAD_CHUNKS)

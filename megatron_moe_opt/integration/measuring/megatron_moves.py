@@ -14,7 +14,7 @@ from megatron_moe_opt.integration.measuring import loads
 from megatron_moe_opt.integration.measuring.loads import Rows
 from megatron_moe_opt.integration.measuring.meter import Load
 from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, INSIDE, ONE_RANK
-from megatron_moe_opt.schedules.parm import JOINT_GROUP
+from megatron_moe_opt.schedules.groups import EP, EXPERT_TP, JOINT_GROUP, TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.nodes import NodeMap
@@ -22,14 +22,14 @@ from megatron_moe_opt.topology.process_groups import refine, temporary_groups
 
 # What training issues in the groups of a role. EP comes last (but for experts): it gets the time that others have left.
 _INTRA: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
-    ("expert-tp", (loads.reduce_scatter, loads.all_gather)),
-    ("tp", (loads.reduce_scatter, loads.all_gather)),
+    (EXPERT_TP, (loads.reduce_scatter, loads.all_gather)),
+    (TP, (loads.reduce_scatter, loads.all_gather)),
 )
 _INTER: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
     ("dp", (loads.reduce_scatter, loads.all_gather)),
     ("cp", (loads.reduce_scatter, loads.all_gather)),
     (JOINT_GROUP, (loads.all_to_all,)),
-    ("ep", (loads.all_to_all,)),
+    (EP, (loads.all_to_all,)),
 )
 
 
@@ -38,24 +38,22 @@ def megatron_groups() -> dict[str, ProcessGroup]:
     expert-TP have a joint one, which is where Parm has a choice: expert-TP, or TP to split tokens over.
     """
     groups = {
-        "expert-tp": parallel_state.get_expert_tensor_parallel_group(),
-        "tp": parallel_state.get_tensor_model_parallel_group(),
+        EXPERT_TP: parallel_state.get_expert_tensor_parallel_group(),
+        TP: parallel_state.get_tensor_model_parallel_group(),
         "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "cp": parallel_state.get_context_parallel_group(),
         JOINT_GROUP: parallel_state.get_expert_tensor_and_model_parallel_group(),
-        "ep": parallel_state.get_expert_model_parallel_group(),
+        EP: parallel_state.get_expert_model_parallel_group(),
     }
-    if max(groups["tp"].size(), groups["expert-tp"].size()) == 1:
+    if max(groups[TP].size(), groups[EXPERT_TP].size()) == 1:
         del groups[JOINT_GROUP]
     several = {role for role, group in groups.items() if group.size() > 1}
-    return {
-        role: group for role, group in groups.items() if role in several or (role == "ep" and JOINT_GROUP in several)
-    }
+    return {role: group for role, group in groups.items() if role in several or (role == EP and JOINT_GROUP in several)}
 
 
 def expert_groups(groups: Mapping[str, ProcessGroup]) -> ExpertGroups:
     """Returns those of `megatron_groups` that a MoE layer communicates over. Without a joint one EP's is it."""
-    return ExpertGroups(groups["ep"], groups.get("expert-tp"), groups.get(JOINT_GROUP, groups["ep"]))
+    return ExpertGroups(groups[EP], groups.get(EXPERT_TP), groups.get(JOINT_GROUP, groups[EP]))
 
 
 @contextmanager

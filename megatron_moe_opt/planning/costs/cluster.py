@@ -201,12 +201,9 @@ class Cluster:
         there = {name: fact for name, fact in self.measured_with().items() if name in here}
         return differences({name: here[name] for name in there}, there)
 
+    @cached_property
     def costs(self) -> Costs:
         """Returns what ops cost, for the simulator and the choice of level and chunks."""
-        return self._costs
-
-    @cached_property
-    def _costs(self) -> Costs:
         return Costs({key: CostCurve(points) for key, points in self.curves.items()}, self.overhead)
 
     def simulate(self, schedule: Schedule, cost: Callable[[Op], float]) -> Timeline:

@@ -29,7 +29,7 @@ from megatron_moe_opt.planning.costs.known_clusters import Fabric, KnownCluster
 from megatron_moe_opt.planning.training.step_costs import PP_NEIGHBOURS
 from megatron_moe_opt.row_format import ELEMENT_BYTES
 from megatron_moe_opt.schedules import parm
-from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
+from megatron_moe_opt.schedules.groups import EP, EXPERT_TP, JOINT_GROUP, TP
 from megatron_moe_opt.schedules.pipeline import ChunkBytes
 from megatron_moe_opt.schedules.schedule import Kind, Op
 from megatron_moe_opt.topology.layouts import JOINT_ROLES, REPLICA_ROLES, Layout, Role
@@ -76,13 +76,13 @@ def describe(
     }
     gathered = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
     groups: dict[str, tuple[tuple[Role, ...], tuple[Kind, ...]]] = {
-        "expert-tp": (("expert-tp",), gathered),
+        EXPERT_TP: (("expert-tp",), gathered),
         TP: (("tp",), gathered),
         "cp": (("cp",), gathered),
         "dp": (REPLICA_ROLES, gathered),
         "expert-dp": (("expert-dp",), gathered),
         JOINT_GROUP: (JOINT_ROLES, (Kind.ALL_TO_ALL,)),
-        "ep": (("ep",), (Kind.ALL_TO_ALL,)),
+        EP: (("ep",), (Kind.ALL_TO_ALL,)),
         PP_NEIGHBOURS: (("pp",), (Kind.ALL_GATHER,)),
     }
     for name, (roles, kinds) in groups.items():
@@ -225,7 +225,7 @@ def _expert_gemm(known: KnownCluster, hidden: int, ffn: int, dtype: str) -> Expe
 
 def _with_saa(cluster: Cluster) -> Cluster:
     """Returns the cluster with what Parm's combine_and_gather takes, as the simulator plays it; none without TP."""
-    world, costs = cluster.world, cluster.costs()
+    world, costs = cluster.world, cluster.costs
     if world.tp == 1 or (Kind.ALL_TO_ALL, JOINT_GROUP) not in cluster.curves:
         return cluster
     points = tuple((size, _saa_seconds(size, world, costs, cluster)) for size in SIZES)

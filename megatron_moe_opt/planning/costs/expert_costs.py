@@ -25,7 +25,7 @@ def costs_with_experts(layer: LayerWorkload, cluster: Cluster, holds: int = 1) -
         ConfigurationError: no expert was measured.
     """
     cluster.check_expert()
-    gemm, measured = cluster.expert_gemm, cluster.costs()
+    gemm, measured = cluster.expert_gemm, cluster.costs
     work = layer.hidden * layer.ffn * (1.5 if layer.gated else 1.0) / (gemm.hidden * gemm.ffn_hidden)
     forward = CostCurve(gemm.points)
     training = gemm.training or tuple((rows, 3 * seconds) for rows, seconds in gemm.points)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from megatron_moe_opt.schedules.hops import level_group
-from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
+from megatron_moe_opt.schedules.groups import EP, EXPERT_TP, JOINT_GROUP, TP, experts_group, tokens_group
 from megatron_moe_opt.schedules.schedule import Op
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.layouts import JOINT_ROLES
@@ -22,19 +21,19 @@ class LinkBytes:
         """
         world = cluster.world
         layout = world.layout
-        self._ranks = {role: layout.first_group(role) for role in ("ep", "expert-tp", TP)}
+        self._ranks = {role: layout.first_group(role) for role in (EP, EXPERT_TP, TP)}
         self._ranks[JOINT_GROUP] = layout.first_group(*JOINT_ROLES)
         for level in range(0 if domains is None else domains.levels):
             of_level = domains.all_to_all_groups(level)[0], domains.gather_groups(level)[0]
-            for name, group in zip((level_group(level), f"experts.{level}"), of_level, strict=True):
-                self._ranks[name] = tuple(self._ranks["ep"][one] for one in group)
+            for name, group in zip((tokens_group(level), experts_group(level)), of_level, strict=True):
+                self._ranks[name] = tuple(self._ranks[EP][one] for one in group)
         self._nodes = world.nodes
         self._elsewhere = {role: self._on_other_nodes(group) for role, group in self._ranks.items()}
 
     @property
     def spans_nodes(self) -> bool:
         """Says whether the expert-parallel group has ranks on several nodes."""
-        return len({self._nodes[rank] for rank in self._ranks["ep"]}) > 1
+        return len({self._nodes[rank] for rank in self._ranks[EP]}) > 1
 
     def sent(self, op: Op) -> tuple[float, float]:
         """Returns the bytes of a collective that the first rank sends between nodes and inside its

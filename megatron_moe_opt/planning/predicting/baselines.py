@@ -29,8 +29,8 @@ from megatron_moe_opt.planning.predicting.hops import hop_passes
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions
 from megatron_moe_opt.planning.predicting.prediction import Prediction
-from megatron_moe_opt.schedules.hops import level_of
-from megatron_moe_opt.schedules.monta import EP, EXPERT_TP, GATHERED, AllToAllAndGather, even_chunks
+from megatron_moe_opt.schedules.groups import EP, EXPERT_TP, level_of
+from megatron_moe_opt.schedules.monta import GATHERED, AllToAllAndGather, even_chunks
 from megatron_moe_opt.schedules.pipeline import Pipeline, own_buffer
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Outline
 from megatron_moe_opt.schedules.timeline import Timeline

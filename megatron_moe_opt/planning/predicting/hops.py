@@ -10,7 +10,8 @@ from megatron_moe_opt.planning.predicting.expert_migration import codec_seconds
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.partitioned_rows import hop_row_bytes
-from megatron_moe_opt.schedules.hops import HopRows, HopStages, level_of, outline
+from megatron_moe_opt.schedules.groups import level_of
+from megatron_moe_opt.schedules.hops import HopRows, HopStages, outline
 from megatron_moe_opt.schedules.partition_rows import INPUT_GRADIENTS, INPUTS, OUTPUT_GRADIENTS, OUTPUTS
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.topology.domains import ExpertDomains, stationary

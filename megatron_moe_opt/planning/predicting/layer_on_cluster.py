@@ -19,9 +19,9 @@ from megatron_moe_opt.planning.predicting.partitioned_rows import activation_byt
 from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction
 from megatron_moe_opt.planning.predicting.simulator import lane_rate
 from megatron_moe_opt.planning.predicting.skew import Skew
+from megatron_moe_opt.schedules.groups import TP
 from megatron_moe_opt.schedules.memory_reuse import NONE
 from megatron_moe_opt.schedules.monta import even_chunks
-from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.topology.domains import ExpertDomains, stationary
@@ -63,7 +63,7 @@ class LayerOnCluster:
         """
         self.workload, self.cluster, self.below, self.has_room = workload, cluster, below, has_room
         self._costs: dict[int, Costs] = {}
-        self.costs = cluster.costs() if cluster.expert_gemm is None else self.costs_with(holds=1)
+        self.costs = cluster.costs if cluster.expert_gemm is None else self.costs_with(holds=1)
         self.links = LinkBytes(cluster, stationary(workload.workers) if workload.workers else None)
         self.skew = Skew(workload.imbalance, workload.rank_rows, cluster)
         self.exchanged = workload.rows_of(self.skew.exchanged)

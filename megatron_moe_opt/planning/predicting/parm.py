@@ -23,8 +23,8 @@ from megatron_moe_opt.planning.costs.curves import AlphaBeta, CostCurve
 from megatron_moe_opt.planning.predicting.layer_passes import training_passes
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.schedules import parm
+from megatron_moe_opt.schedules.groups import JOINT_GROUP, TP
 from megatron_moe_opt.schedules.monta import even_chunks
-from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline
 
@@ -47,7 +47,7 @@ class ParmFits:
         Raises:
             ConfigurationError: it was not.
         """
-        costs = cluster.costs()
+        costs = cluster.costs
         all_to_all, all_gather = (AlphaBeta.fit(costs.curve(op)) for op in (_ALL_TO_ALL, _ALL_GATHER))
         return cls(all_to_all, all_gather, AlphaBeta.fit(_saa(cluster)))
 
@@ -77,7 +77,7 @@ def s2_timelines(layer: LayerWorkload, tokens: int, cluster: Cluster, uneven: fl
     Raises:
         ConfigurationError: a curve is missing.
     """
-    saa, costs, timelines = _saa(cluster), cluster.costs(), []
+    saa, costs, timelines = _saa(cluster), cluster.costs, []
     rows = ceil(-(-layer.routed_rows(tokens) // layer.tp) * uneven)
     for one in training_passes(rows, layer.outbound_bytes, layer.packed_row_bytes, layer.homebound_bytes):
         if one.direction == "dispatch":

@@ -1,7 +1,7 @@
 """Collectives on the rows (first dimension) of a tensor, with unequal row counts, over NCCL or Gloo.
 
-Pure torch.distributed: no autograd and no Megatron in here. Every function exists twice: `start_<op>` issues the
-communication and returns a `PendingRows` whose `wait()` gives the result, `<op>` waits at once.
+Pure torch.distributed: no autograd and no Megatron in here. `start_<op>` issues the communication and returns a
+`PendingRows` whose `wait()` gives the result, `<op>` waits at once.
 
 Order of sums. NCCL keeps its own order. On Gloo, which has no reduce-scatter with unequal counts, each rank gets its
 rows from every peer and adds them in rank order 0..n-1 (half precision in float32): the result depends on nothing but
@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.errors import LayerError
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.kernels import empty
-from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.engine.steps import blocks_of
 from megatron_moe_opt.runtime.job import failure_board
 from megatron_moe_opt.runtime.observed.traffic import count_issued
@@ -169,10 +169,10 @@ def check_counts(op: str, counts: list[int], rows: int, group: dist.ProcessGroup
         )
 
 
-def start_all_to_all_rows(
+def all_to_all_rows(
     rows: torch.Tensor, receive_counts: list[int], send_counts: list[int], group: dist.ProcessGroup | None
-) -> PendingRows:
-    """Send consecutive blocks of rows to the ranks of the group and receive theirs, in rank order.
+) -> torch.Tensor:
+    """Sends consecutive blocks of rows to the ranks of the group, waits, and returns theirs, in rank order.
 
     Args:
         rows: [sum(send_counts), ...], any dtype; made contiguous if it is not.
@@ -181,7 +181,7 @@ def start_all_to_all_rows(
         group: the process group; None is the default group.
 
     Returns:
-        A PendingRows of [sum(receive_counts), ...], the blocks in rank order.
+        [sum(receive_counts), ...], the blocks in rank order.
     """
     check_counts("all_to_all_rows", send_counts, rows.shape[0], group, "send_counts")
     rows = rows.contiguous()
@@ -192,14 +192,7 @@ def start_all_to_all_rows(
             work = start_exchange_on_gloo("all_to_all", rows, blocks, received, receive_counts, group)
         else:
             work = dist.all_to_all_single(received, rows, receive_counts, send_counts, group=group, async_op=True)
-    return PendingRows("all_to_all_rows", group, work, lambda: received)
-
-
-def all_to_all_rows(
-    rows: torch.Tensor, receive_counts: list[int], send_counts: list[int], group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Sends rows as `start_all_to_all_rows`, waits, and returns [sum(receive_counts), ...]."""
-    return start_all_to_all_rows(rows, receive_counts, send_counts, group).wait()
+    return PendingRows("all_to_all_rows", group, work, lambda: received).wait()
 
 
 def start_all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> PendingRows:

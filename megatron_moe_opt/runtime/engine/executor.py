@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime.engine.collectives import CollectiveError, describe_failure, first_line, global_rank
 from megatron_moe_opt.runtime.engine.profiler_ranges import is_profiling, shown_ops

@@ -21,8 +21,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.gpu_settings import launches_in_turn
-from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.streams import has_streams, own_stream
 from megatron_moe_opt.runtime.job import failure_board
 from megatron_moe_opt.runtime.job.forks import Pending

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.kernels import ChunkList, WireFormat, empty
-from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.observed.traffic import count_sent
 
 _C = load_extension()

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import torch
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.topology.domains import ExpertDomains
 
 _C = load_extension()

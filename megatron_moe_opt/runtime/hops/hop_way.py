@@ -20,9 +20,8 @@ from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.hops.hop_plan import DomainTables, HopPlan
 from megatron_moe_opt.runtime.hops.row_facts import FactLayout, RowFacts
 from megatron_moe_opt.runtime.rows.row_layout import AtExperts
-from megatron_moe_opt.schedules.hops import HopRows, HopStages, level_of, outline
-from megatron_moe_opt.schedules.monta import EXPERT_TP
-from megatron_moe_opt.schedules.parm import TP
+from megatron_moe_opt.schedules.groups import EXPERT_TP, TP, level_of
+from megatron_moe_opt.schedules.hops import HopRows, HopStages, outline
 from megatron_moe_opt.schedules.pipeline import base_name
 from megatron_moe_opt.schedules.schedule import Kind, MovingSchedule, Op
 from megatron_moe_opt.topology.domain_groups import DomainGroups

@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils.checkpoint import _StopRecomputationError
 
 from megatron_moe_opt.errors import ConfigurationError, LayerError, RoutingError, printable, reason
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.runtime.job.job_store import connect_to_job_store, may_be_restarted, of_this_attempt
 from megatron_moe_opt.runtime.observed.layer_place import describe_place, is_beside
 
@@ -274,14 +275,10 @@ class FailureBoard:
         os._exit(1)
 
 
-@functools.cache
-def _extension() -> ModuleType:
-    """Returns the extension. Importing this module does not load it: who starts a job says in one sentence, with what
-    is here, that it is missing or stale.
-    """
-    from megatron_moe_opt.kernels.extension import load_extension
-
-    return load_extension()
+_extension = functools.cache(load_extension)
+"""Returns the extension. Importing this module does not load it: who starts a job says in one sentence, with what is
+here, that it is missing or stale.
+"""
 
 
 def _host(rank: int) -> str:

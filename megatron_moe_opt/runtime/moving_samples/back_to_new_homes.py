@@ -18,7 +18,7 @@ from megatron_moe_opt.runtime.hops.hop_plan import HopPlan
 from megatron_moe_opt.runtime.hops.hop_way import Hops
 from megatron_moe_opt.runtime.moving_samples.new_homes import Along, NewHomes
 from megatron_moe_opt.runtime.rows.row_layout import AtExperts, Layout, Payload
-from megatron_moe_opt.schedules.hops import level_of
+from megatron_moe_opt.schedules.groups import level_of
 from megatron_moe_opt.schedules.pipeline import base_name
 from megatron_moe_opt.schedules.schedule import Kind, Op
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.kernels import ChunkList
-from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.schedules.pipeline import ChunkBytes
 from megatron_moe_opt.topology.expert_groups import TokenCopies

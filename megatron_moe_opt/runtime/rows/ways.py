@@ -23,7 +23,7 @@ from megatron_moe_opt.runtime.engine.steps import Blocks, Steps, blocks_of
 from megatron_moe_opt.runtime.rows.exchange_plan import ChunkPlan, ExchangePlan, Parts
 from megatron_moe_opt.runtime.rows.row_layout import AtExperts, Layout, Payload, RowLayout
 from megatron_moe_opt.schedules import monta, mpmoe, parm
-from megatron_moe_opt.schedules.monta import TP
+from megatron_moe_opt.schedules.groups import TP
 from megatron_moe_opt.schedules.partition_rows import Partition, PartitionRows
 from megatron_moe_opt.schedules.pipeline import Stages
 from megatron_moe_opt.schedules.schedule import Kind, MovingSchedule, Op, Outline

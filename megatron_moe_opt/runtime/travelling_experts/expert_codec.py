@@ -43,16 +43,10 @@ class Message:
     """A rank's experts on their way: to be encoded, and the messages of all owners decoded."""
 
     sent: torch.Tensor
-    """What travels; of compressed experts, once it is encoded."""
+    """What travels; of compressed experts, once `write` has run."""
     write: Callable[[], None] | None = None
     """Encodes into `sent`; None: experts travel whole."""
     decode: Decode = as_they_are
-
-    def encode(self) -> torch.Tensor:
-        """Encodes the experts, where they are to be compressed, and returns what travels."""
-        if self.write is not None:
-            self.write()
-        return self.sent
 
 
 class ReceivedMessages:

@@ -444,7 +444,7 @@ def test_bench_executor():
 )
 def test_benchmarks_without_cuda(monkeypatch, capsys, command, sees_a_gpu, sentence):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_a_gpu)
-    monkeypatch.setattr("megatron_moe_opt.kernels.build_info", lambda: {"backend": "cpu"})
+    monkeypatch.setattr("megatron_moe_opt.extension.build_info", lambda: {"backend": "cpu"})
     assert _run(monkeypatch, "--device", "cuda", commands=command) == 2
     assert capsys.readouterr().err == f"moe-opt: {sentence}\n"
 

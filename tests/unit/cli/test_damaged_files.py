@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_moe_opt.cli.report.saved_report import read_report, write_report
+from megatron_moe_opt.cli.bench.saved_report import read_report, write_report
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.workloads import load_trace
 from megatron_moe_opt.planning.costs.cluster import Cluster

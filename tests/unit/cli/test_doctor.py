@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 import re
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +135,7 @@ def test_extension_missing(monkeypatch):
     def missing():
         raise ImportError("The compiled extension is missing: build it with `pip install -e .`.")
 
-    monkeypatch.setattr("megatron_moe_opt.kernels.extension.build_info", missing)
+    monkeypatch.setattr("megatron_moe_opt.extension.build_info", missing)
     finding = _finding("extension")
     assert finding.found == "The compiled extension is missing"
     assert finding.mend == "build it with `pip install -e .`."
@@ -146,7 +144,7 @@ def test_extension_missing(monkeypatch):
 
 def test_extension_without_cuda_on_a_gpu(monkeypatch):
     built = {"version": "0.1.0", "backend": "cpu", "cuda_archs": ""}
-    monkeypatch.setattr("megatron_moe_opt.kernels.extension.build_info", lambda: built)
+    monkeypatch.setattr("megatron_moe_opt.extension.build_info", lambda: built)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU X")
@@ -167,7 +165,7 @@ def test_extension_without_cuda_on_a_gpu(monkeypatch):
 )
 def test_an_extension_for_other_gpus(monkeypatch, archs, capabilities, without):
     built = {"backend": "cuda", "cuda_archs": archs}
-    monkeypatch.setattr("megatron_moe_opt.kernels.extension.build_info", lambda: built)
+    monkeypatch.setattr("megatron_moe_opt.extension.build_info", lambda: built)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
@@ -181,7 +179,7 @@ def test_an_extension_for_other_gpus(monkeypatch, archs, capabilities, without):
 def test_extension_without_cuda_beside_a_pytorch_for_cuda(monkeypatch):
     """As on a login node: the kernels are missing where jobs run, and nothing here tells."""
     built = {"version": "0.1.0", "backend": "cpu", "cuda_archs": ""}
-    monkeypatch.setattr("megatron_moe_opt.kernels.extension.build_info", lambda: built)
+    monkeypatch.setattr("megatron_moe_opt.extension.build_info", lambda: built)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     finding = _finding("extension")
     assert finding.found == "version 0.1.0, backend cpu (no CUDA kernels)"
@@ -230,15 +228,3 @@ def test_a_library_that_needs_the_driver_of_a_gpu(monkeypatch, tmp_path):
         finding = _finding("Transformer Engine")
         assert finding.found.endswith("cannot be imported: OSError: libcuda.so.1: cannot open shared object file")
         assert finding.mend and finding.required == required
-
-
-def test_netbox(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(shutil, "which", lambda tool: None)
-    finding = _finding("netbox")
-    assert finding.found == "cannot run: no ip, no tc, no root"
-    assert finding.mend == "apt-get install iproute2; run netbox.py as root"
-    assert not finding.required
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/sbin/{tool}")
-    assert _finding("netbox").found == "can run (root, ip, tc)"

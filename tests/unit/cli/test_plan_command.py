@@ -25,7 +25,7 @@ from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS, MONTA_
 from megatron_moe_opt.planning.training.memory import BytesPerParameter, logits_memory, training_memory
 from megatron_moe_opt.planning.training.step_costs import PP_NEIGHBOURS, communication
 from megatron_moe_opt.planning.training.throughput import throughput
-from megatron_moe_opt.schedules.parm import JOINT_GROUP
+from megatron_moe_opt.schedules.groups import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.layouts import Layout

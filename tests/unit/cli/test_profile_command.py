@@ -14,7 +14,7 @@ from megatron_moe_opt.cli.ranks import adopt_slurm_ranks
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.bus_bandwidth import bus_of
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
-from megatron_moe_opt.schedules.parm import JOINT_GROUP
+from megatron_moe_opt.schedules.groups import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from tests.ranks.job import output_of
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_moe_opt.cli.bench.measured_layer import FACTS, conditions, times_table, traffic_table
 from megatron_moe_opt.cli.bench.predicted import Predicted
 from megatron_moe_opt.cli.bench.recorded_step import RecordedStep
-from megatron_moe_opt.cli.report.measured_layer import FACTS, conditions, times_table, traffic_table
+from megatron_moe_opt.cli.bench.saved_report import read_report, write_report
 from megatron_moe_opt.cli.report.page import headline, render_page, write_page
-from megatron_moe_opt.cli.report.saved_report import read_report, write_report
 from megatron_moe_opt.errors import ConfigurationError
 from tests.unit.report_cases import STAGES, Page, made_report, migration_step, mpmoe_step
 

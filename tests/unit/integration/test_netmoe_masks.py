@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_moe_opt.integration.layer.netmoe_layer import _Masks
+from megatron_moe_opt.integration.layer.block_passes import _Masks
 
 
 def causal(batch: int = 2) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.kernels.row_map import cut_counts
 from megatron_moe_opt.runtime.rows.exchange_plan import (
     MIN_PHASE_BYTES,

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import megatron_moe_opt
-from megatron_moe_opt import kernels
-from megatron_moe_opt.kernels import extension, host_pool
+from megatron_moe_opt import extension, kernels
+from megatron_moe_opt.kernels import host_pool
 
 
 def with_module(monkeypatch, module):
@@ -42,7 +42,7 @@ def sentence(excinfo):
 
 
 def test_build_info():
-    info = kernels.build_info()
+    info = extension.build_info()
     assert info["version"] == megatron_moe_opt.__version__
     assert info["abi"] == extension.ABI
     assert info["torch"] == torch.__version__
@@ -69,7 +69,7 @@ def test_a_checkout_that_hides_the_installed_package_is_named(monkeypatch, tmp_p
         monkeypatch.syspath_prepend(tmp_path / folder)
     (tmp_path / "site/megatron_moe_opt").mkdir()
     (tmp_path / "site/megatron_moe_opt/_C.abi3.so").touch()
-    monkeypatch.setattr(extension, "__file__", str(tmp_path / "checkout/megatron_moe_opt/kernels/extension.py"))
+    monkeypatch.setattr(extension, "__file__", str(tmp_path / "checkout/megatron_moe_opt/extension.py"))
     with_module(monkeypatch, ModuleNotFoundError("No module named 'megatron_moe_opt._C'"))
     with pytest.raises(ImportError) as excinfo:
         extension.load_extension()

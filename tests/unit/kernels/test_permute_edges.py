@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_moe_opt import kernels
-from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.kernels.row_map import row_map_from_sources
 from tests import kernel_reference as reference
 

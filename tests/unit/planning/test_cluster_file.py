@@ -69,7 +69,7 @@ def test_any_measured_numbers_come_back(tmp_path_factory, points, fact, rate):
 
 
 def test_costs_are_the_curves():
-    costs = CLUSTER.costs()
+    costs = CLUSTER.costs
     assert costs(Op(Kind.ALL_TO_ALL, Lane.INTER, size=65536, group="ep")) == pytest.approx(0.003 + 1e-4)
     assert costs(Op(Kind.COPY, Lane.COPY, size=196608)) == pytest.approx(3.75e-5 + 1e-4)
     with pytest.raises(ConfigurationError, match="no cost curve for reduce_scatter in group expert-tp"):

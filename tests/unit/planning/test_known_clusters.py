@@ -26,7 +26,7 @@ from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting import parm
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.training.step_costs import PP_NEIGHBOURS
-from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
+from megatron_moe_opt.schedules.groups import JOINT_GROUP, TP
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.layouts import Layout
 
@@ -46,7 +46,7 @@ def workload(known, layout, replicated=False, **others):
 def test_montas_table_8_and_discussion():
     """The milliseconds of its A800 cluster are those that the paper prints, of which it cuts off the last digit."""
     cluster = describe(A800_IB200, MONTA, 8192, 28672 // 8)
-    curves = cluster.costs().curves
+    curves = cluster.costs.curves
     for key, size, milliseconds in (
         ((Kind.ALL_TO_ALL, "ep"), 256 * MB, 6.909),
         ((Kind.ALL_TO_ALL, "ep"), 32 * MB, 1.012),
@@ -75,7 +75,7 @@ def test_every_layout_has_every_curve(name, tp, cp, ep, expert_tp, more, replica
     except ConfigurationError as error:  # a data centre with a node and a half, EP groups on unequal levels
         assert "--world" in str(error) or "--ep" in str(error)
         return
-    costs = cluster.costs()
+    costs = cluster.costs
     for role, size, kinds in (
         ("ep", ep, [Kind.ALL_TO_ALL]),
         (JOINT_GROUP, ep * expert_tp, [Kind.ALL_TO_ALL]),
@@ -128,7 +128,7 @@ def test_groups_on_two_levels_wait_for_the_slower():
     shared = between.bandwidth / 8  # one NIC for 8 GPUs, which all send
     slower = size * 8 / 16 / (shared * between.efficiencies[0][1]) + between.first + 7 * between.further
     assert slower > size * 7 / 16 / (inside.bandwidth * inside.efficiencies[0][1])
-    assert cluster.costs().curves[Kind.ALL_TO_ALL, "ep"].seconds(size) == pytest.approx(slower)
+    assert cluster.costs.curves[Kind.ALL_TO_ALL, "ep"].seconds(size) == pytest.approx(slower)
     assert cluster.world.nodes == (0,) * 8 + (1,) * 8
 
 
@@ -150,7 +150,7 @@ def test_levels(known, layout, levels):
 
 
 def test_two_nodes_of_one_data_centre_do_not_use_the_line_between_them():
-    curves = [describe(TWO_DATA_CENTRES, Layout(64, ep=ep), 2048, 1024).costs().curves for ep in (16, 64)]
+    curves = [describe(TWO_DATA_CENTRES, Layout(64, ep=ep), 2048, 1024).costs.curves for ep in (16, 64)]
     within, across = (of[Kind.ALL_TO_ALL, "ep"].seconds(2**28) for of in curves)
     assert across > 20 * within
 
@@ -193,7 +193,7 @@ def test_saa_hides_a_gather_behind_the_exchange():
     """It takes longer than the all-to-all that it contains, and no longer than that and the AllGather after it."""
     layout = Layout(16, tp=4, ep=4, expert_tp=4)
     cluster = describe(replace(PCIE, overhead=0.0), layout, 2048, 1024)
-    costs = cluster.costs()
+    costs = cluster.costs
     for size, seconds in cluster.saa:
         exchange = costs.curves[Kind.ALL_TO_ALL, JOINT_GROUP].seconds(size)
         gather = costs.curves[Kind.ALL_GATHER, TP].seconds(size / layout.expert_tp * layout.tp)

@@ -18,7 +18,7 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_passes import training_passes
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.parm import ParmFits, algorithm_1
-from megatron_moe_opt.schedules.parm import JOINT_GROUP
+from megatron_moe_opt.schedules.groups import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.systems.monta import MONTA
 from megatron_moe_opt.systems.parm import PARM

@@ -201,7 +201,12 @@ def test_flags_of_several_values():
         ("mixtral_8x7b", {"nodes": 3}, (), "does not divide the 24 ranks"),
         ("mixtral_8x7b", {}, ("--global-batch-size", "100"), "100 is no multiple of 8"),
         ("mixtral_8x7b", {}, ("--num-layers", "33"), "33 layers are left for 2 stages"),
-        ("mixtral_8x7b", {}, ("--seq-length", "4097"), "--seq-length 4097 is cut into 2 parts"),
+        (
+            "mixtral_8x7b",
+            {},
+            ("--seq-length", "4097"),
+            "--seq-length 4097 is cut by TP 2 and CP 1: choose a multiple of 2",
+        ),
         ("mixtral_8x7b", {}, ("--seq-length", "65536"), "--max-position-embeddings"),
         ("mixtral_8x7b", {}, ("--train-iters", "300"), "--lr-warmup-iters 500 is not below the 300 steps"),
         ("mixtral_8x7b", {}, ("--num-experts", "12"), "divide"),

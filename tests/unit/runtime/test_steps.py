@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.kernels import LANE_BYTES, ChunkList
-from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.collectives import sum_in_rank_order
 from megatron_moe_opt.runtime.engine.executor import executor

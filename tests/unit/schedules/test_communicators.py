@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 
 from megatron_moe_opt.schedules import monta, mpmoe, parm
-from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages, level_group, outline
+from megatron_moe_opt.schedules.groups import tokens_group
+from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages, outline
 from megatron_moe_opt.schedules.memory_reuse import STRATEGIES
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.schedules.partition_rows import PartitionRows, RowBytes
@@ -24,8 +25,8 @@ MEMBERS = {
     "expert-tp": [(0, 1), (2, 3)],
     parm.JOINT_GROUP: [(0, 1, 2, 3)],
     parm.TP: [(0, 1), (2, 3)],
-    level_group(0): [(0, 2), (1, 3)],
-    level_group(1): [(0, 1), (2, 3)],
+    tokens_group(0): [(0, 2), (1, 3)],
+    tokens_group(1): [(0, 1), (2, 3)],
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.expert_migration import RENEWED, gathered, returned
-from megatron_moe_opt.schedules.hops import HopBytes, HopStages, level_group, outline
-from megatron_moe_opt.schedules.monta import EXPERT_TP
+from megatron_moe_opt.schedules.groups import EXPERT_TP, tokens_group
+from megatron_moe_opt.schedules.hops import HopBytes, HopStages, outline
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from tests.schedule_checks import validate, validate_ranks
 
@@ -25,9 +25,9 @@ def test_hops(direction, level, levels, lane):
     validate(schedule)
     assert [op.lane for op in schedule.ops if op.kind is Kind.ALL_TO_ALL] == [lane]
     # Ranks whose rows differ in number issue the same collectives.
-    validate_ranks({0: schedule, 1: hop.sized([HopBytes({level: 0})])}, {level_group(level): [(0, 1)]})
+    validate_ranks({0: schedule, 1: hop.sized([HopBytes({level: 0})])}, {tokens_group(level): [(0, 1)]})
     curves = {
-        (Kind.ALL_TO_ALL, level_group(level)): CostCurve(((1000, 3.0),)),
+        (Kind.ALL_TO_ALL, tokens_group(level)): CostCurve(((1000, 3.0),)),
         (Kind.PERMUTE, None): CostCurve(((1000, 1.0),)),
     }
     assert simulate(schedule, Costs(curves)).seconds == pytest.approx(7.0)  # rows of experts are moved too
@@ -37,7 +37,7 @@ def test_hops(direction, level, levels, lane):
 def test_a_hop_begins_when_the_one_before_has_ended(direction, order):
     schedule = outline(direction, HopStages(2, (0, 1))).sized([HopBytes({0: 1000, 1: 1000})])
     validate(schedule)
-    assert [op.group for op in schedule.ops if op.group] == [level_group(level) for level in order]
+    assert [op.group for op in schedule.ops if op.group] == [tokens_group(level) for level in order]
     assert simulate(schedule, lambda op: 1.0).seconds == 5.0
 
 
@@ -61,7 +61,7 @@ def test_chunks_meet_over_expert_tp_inside_nodes(direction, kinds, levels):
     whole, cut = (outline(direction, way, 3) for way in ways)
     schedule = cut.sized(chunks)
     validate(schedule)
-    groups = {level_group(level): [(0, 1)] for level in range(levels)} | {EXPERT_TP: [(0, 1)]}
+    groups = {tokens_group(level): [(0, 1)] for level in range(levels)} | {EXPERT_TP: [(0, 1)]}
     validate_ranks({0: schedule, 1: cut.sized(chunks[::-1])}, groups)
     added = Counter(op.kind for op in schedule.ops) - Counter(op.kind for op in whole.schedule.ops)
     assert added == dict.fromkeys(kinds, len(chunks))

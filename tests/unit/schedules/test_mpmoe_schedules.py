@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.schedules.groups import TP
 from megatron_moe_opt.schedules.hops import HopRows, HopStages
 from megatron_moe_opt.schedules.memory_reuse import STRATEGIES
 from megatron_moe_opt.schedules.mpmoe import backward, by_rows, forward, jointly, token_shares
-from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.partition_rows import PartitionRows, RowBytes
 from megatron_moe_opt.schedules.pipeline import base_name
 from megatron_moe_opt.schedules.schedule import Kind, Lane, ScheduleError

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.schedules.groups import EXPERT_TP, JOINT_GROUP, TP
 from megatron_moe_opt.schedules.monta import ChunkBytes
-from megatron_moe_opt.schedules.parm import EXPERT_TP, JOINT_GROUP, TP, combine_and_gather, outline
+from megatron_moe_opt.schedules.parm import combine_and_gather, outline
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from tests.schedule_checks import validate, validate_ranks
 

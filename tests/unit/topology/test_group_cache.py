@@ -8,13 +8,13 @@ import weakref
 import pytest
 import torch.distributed as dist
 
-from megatron_moe_opt.integration.layer import netmoe_layer
+from megatron_moe_opt.integration.layer import linked_blocks
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.group_cache import nodes_of
 
 USES = {
     "nodes": nodes_of,
-    "holders of samples": lambda group: netmoe_layer._holders(ExpertGroups(group, None, group), group),
+    "holders of samples": lambda group: linked_blocks._holders(ExpertGroups(group, None, group), group),
 }
 
 

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.schedules.parm import JOINT_GROUP
+from megatron_moe_opt.schedules.groups import JOINT_GROUP
 from megatron_moe_opt.topology.expansion import Machines, MoeModel, expand
 from megatron_moe_opt.topology.layouts import HORIZONTAL, JOINT_ROLES, ROLES, VERTICAL, Layout, divisors
 

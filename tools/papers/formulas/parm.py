@@ -27,8 +27,7 @@ from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.costs.described_cluster import describe
 from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS, Fabric, KnownCluster
-from megatron_moe_opt.schedules.monta import EP, EXPERT_TP
-from megatron_moe_opt.schedules.parm import JOINT_GROUP, TP
+from megatron_moe_opt.schedules.groups import EP, EXPERT_TP, JOINT_GROUP, TP
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.layouts import Layout
 
@@ -69,7 +68,7 @@ class Collectives:
                 groups, and the other way round (case 3 of section IV-B). All collectives of a group have one curve
                 there.
         """
-        curves = cluster.costs().curves
+        curves = cluster.costs.curves
 
         def of(kind: Kind, group: str) -> Seconds:
             curve = curves.get((kind, group))

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from megatron_moe_opt.cli.report.measured_layer import FACTS, LayerReport
+from megatron_moe_opt.cli.bench.measured_layer import FACTS, LayerReport
 from megatron_moe_opt.option_values import MOST
 from megatron_moe_opt.output_file import write_text_whole
 from megatron_moe_opt.planning.json_places import JsonPlace

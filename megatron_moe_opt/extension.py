@@ -55,7 +55,7 @@ def load_extension() -> ModuleType:
 
 def _shadowed() -> str:
     """Returns how to come by an extension: that of an installed package, which this checkout hides, or a new one."""
-    here = Path(__file__).resolve().parents[1]
+    here = Path(__file__).resolve().parent
     # More than one: what an installation leaves in the checkout (*.egg-info) says that it is installed there.
     for found in importlib.metadata.distributions(name="megatron-moe-opt"):
         installed = Path(str(found.locate_file(here.name))).resolve()
