@@ -57,6 +57,10 @@ def main(arguments: list[str], inside: AbstractContextManager[object] | None = N
         _, remaining = start_alike(lambda: _start(path, arguments[1:]), lambda started: facts_of(*started), is_alone)
         with inside or nullcontext():
             run_script(path, remaining)
+    except SystemExit as error:
+        if error.code:  # Megatron ends so where gradients are no numbers
+            sys.last_value = error
+        raise
     except (ConfigurationError, ExtensionError) as error:
         say_together(error, "moe-opt", is_alone)
         sys.last_value = error  # as Python has it of an error that nobody catches: auto/first_turns.py asks

@@ -13,6 +13,11 @@ from megatron_moe_opt.errors import ConfigurationError, kind_and_reason
 
 DEEPEP, NCCL_EP = "deepep", "ncclep"
 DEFAULT = DEEPEP
+SUMMED = torch.bfloat16
+"""The type of the rows that the kernels of its back ends sum: of others DeepEP's end in an exception, HybridEP's in an
+assertion where they were built with them.
+"""
+SUMS_BFLOAT16 = "its kernels sum rows of bfloat16 alone"
 _NEEDS = {
     DEEPEP: ("deep_ep", "Buffer", "DeepEP"),
     "hybridep": ("deep_ep", "HybridEPBuffer", "HybridEP, the hybrid-ep branch of DeepEP"),
@@ -52,8 +57,8 @@ def broken_for_flex(backend: str) -> str | None:
     return None
 
 
-def check_flex(variant: str, backend: str) -> None:
-    """Refuses, with ConfigurationError, what a benchmark cannot run."""
+def check_flex(variant: str, backend: str, dtype: str) -> None:
+    """Refuses, with ConfigurationError, what a benchmark of layers of this type cannot run."""
     if backend not in flex_backends():
         raise ConfigurationError(
             f"--dispatchers {variant}: this Megatron-Core has flex on {', '.join(flex_backends())}; write one of them"
@@ -61,3 +66,5 @@ def check_flex(variant: str, backend: str) -> None:
     missing = missing_for_flex(backend)
     if missing is not None:
         raise ConfigurationError(f"--dispatchers {variant}: {missing}: leave it out here")
+    if dtype != "bf16":
+        raise ConfigurationError(f"--dispatchers {variant}: {SUMS_BFLOAT16}: add --dtype bf16")

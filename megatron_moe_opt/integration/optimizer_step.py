@@ -26,13 +26,12 @@ _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _modules: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 """All modules of each chunk."""
 _next_number = itertools.count()
+_under_way: set[str] = set()
+"""The methods of optimizers that are being called."""
 
 
 def before_optimizer_step(callback: Callable[[], None]) -> None:
-    """Has `callback` called when a step begins, which is when gradients are cleared, on all ranks alike.
-
-    It may be called several times in a step: optimizers consist of others.
-    """
+    """Has `callback` called when a step begins, which is when gradients are cleared, on all ranks alike."""
     _add(_at_begin, callback)
 
 
@@ -83,7 +82,7 @@ def model_of_step() -> TrainedModel | None:
     chunks = _chunks_of_step()
     if not chunks:
         return None
-    # Optimizers consist of others, of some of the chunks: the largest has the last word.
+    # Another optimizer may be of some of these chunks: the largest has the last word.
     known = [_numbers[chunk] for chunk in chunks if chunk in _numbers]
     number = min(known) if known else next(_next_number)
     for chunk in chunks:
@@ -150,10 +149,18 @@ def _add(callbacks: list[Callable[[], None]], callback: Callable[[], None]) -> N
 
 
 def _follow(optimizer: type, name: str, then: Callable[[Any, Any], None]) -> None:
-    """Has `then` called after each call of a method, with the optimizer and the result."""
+    """Has `then` called after each call of a method, with the optimizer and the result. Optimizers consist of others,
+    which do not know of what model they are a part: not after the calls that one makes of its parts'.
+    """
 
     def followed(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, *args, **kwargs)
+        if name in _under_way:
+            return stock(self, *args, **kwargs)
+        _under_way.add(name)
+        try:
+            result = stock(self, *args, **kwargs)
+        finally:
+            _under_way.remove(name)
         then(self, result)
         return result
 

@@ -10,6 +10,7 @@ Three seams, each checked before it is used:
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.extension import build_info
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.auto.auto_layer import controller_aside, controller_of, new_controller, plan_layer
 from megatron_moe_opt.integration.bridge import plug_into_bridge
@@ -39,7 +41,7 @@ from megatron_moe_opt.integration.checks import (
 from megatron_moe_opt.integration.dataset_helpers import compile_helpers_with_this_python
 from megatron_moe_opt.integration.layer.layer_passes import name_passes
 from megatron_moe_opt.integration.layer.layer_seam import LayerSlot, own_method
-from megatron_moe_opt.integration.layer.netmoe_layer import wrap_transformer_block
+from megatron_moe_opt.integration.layer.linked_blocks import wrap_transformer_block
 from megatron_moe_opt.integration.layer.ordered_experts import forget_orders, keep_expert_order
 from megatron_moe_opt.integration.layer.overlapped_batches import keep_expert_inputs, name_batches, overlaps_batches
 from megatron_moe_opt.integration.layer.replicated_tokens import (
@@ -55,7 +57,6 @@ from megatron_moe_opt.integration.sharded_weights import note_wrappers
 from megatron_moe_opt.integration.start_facts import facts_of_layer, named_dispatcher
 from megatron_moe_opt.integration.timeouts import follow_megatrons_timeouts
 from megatron_moe_opt.integration.training_arguments import before_validation, name_in_checkpoints
-from megatron_moe_opt.kernels import build_info
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.job import failure_board
@@ -264,6 +265,8 @@ def _check_stock(config: Any, name: str) -> None:
 
 
 def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
+    signature = inspect.signature(layer_class.__init__)
+
     def init(stock_init: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if (name := getattr(config, FIELD)) in dispatcher_names():
             _check_again(config, name)
@@ -274,13 +277,15 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
                 stock_init(self, config, *args, **kwargs)
         if name in dispatcher_names():
             failure_board.start()
-            _compare(_groups_of(self.token_dispatcher), name, config)
+            given = signature.bind(self, config, *args, **kwargs).arguments.get("pg_collection")
+            groups = _groups_of(self.token_dispatcher, getattr(given, "expt_dp", None))
+            plug = functools.partial(_plug, plugged_class=plugged_class, groups=groups)
+            _compare(groups, name, config)
             if overlaps_batches(config):
                 keep_expert_inputs(dispatcher_names())
                 name_batches(self, name)
-        plug = functools.partial(_plug, plugged_class=plugged_class)
         if name == AUTO:
-            plan_layer(self, _groups_of(self.token_dispatcher), _options, functools.partial(plug, says=False))
+            plan_layer(self, groups, _options, functools.partial(plug, says=False))
         elif name in system_names():
             plug(self, name, _options, says=not _is_aside)
         if replicated:
@@ -325,10 +330,16 @@ def _compare(groups: ExpertGroups, name: str, config: Any) -> None:
             _compared[ranks] = weakref.ref(config), facts
 
 
-def _groups_of(stock: Any) -> ExpertGroups:
+def _groups_of(stock: Any, replicas: ProcessGroup | None = None) -> ExpertGroups:
+    """Returns the groups of a layer.
+
+    Args:
+        stock: its dispatcher, as Megatron has built it.
+        replicas: the ranks that hold the same experts, where the model was given groups; None: Megatron's own.
+    """
     from megatron.core import parallel_state
 
-    replicas = parallel_state.get_expert_data_parallel_group(check_initialized=False)
+    replicas = replicas or parallel_state.get_expert_data_parallel_group(check_initialized=False)
     found = ExpertGroups(stock.ep_group, stock.tp_group, stock.tp_ep_group, replicas)
     for group in (found.ep, found.etp, found.joint):
         if isinstance(group, ProcessGroup) and type(group) is not ProcessGroup:
@@ -339,9 +350,10 @@ def _groups_of(stock: Any) -> ExpertGroups:
     return found
 
 
-def _plug(layer: Any, name: str, options: Options, plugged_class: type, says: bool = True) -> None:
+def _plug(
+    layer: Any, name: str, options: Options, plugged_class: type, groups: ExpertGroups, says: bool = True
+) -> None:
     """Puts our dispatcher in the place of the stock one that MoELayer.__init__ has built."""
-    groups = _groups_of(layer.token_dispatcher)
     pg_collection = types.SimpleNamespace(ep=groups.ep, expt_tp=groups.etp, tp_ep=groups.joint)
     system = system_of(name)
     dispatcher = system.build(groups, options, layer.config)

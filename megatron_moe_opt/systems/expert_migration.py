@@ -427,6 +427,8 @@ def _domain_choices(
 
 
 def _why_fixed(options: MigrationOptions, run: RunTraits) -> str | None:
+    if run.experts_draw:
+        return "experts draw random numbers (dropout), and get rows in other calls or another order than stock's"
     sizes = options.domain_sizes
     if sizes is not None and any(
         len(sizes) != len(levels) or any(number % size for number, size in zip(levels, sizes, strict=True))

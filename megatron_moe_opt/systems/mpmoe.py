@@ -434,8 +434,6 @@ def _why_fixed(options: Any, run: RunTraits) -> str | None:
             f"a trained tensor of shape {list(run.outside)} takes part in the experts without being a parameter of "
             "their module, and would get no gradient from them"
         )
-    if run.experts_draw and _offloads_middle(options):
-        return "computes activations of experts again, and experts draw random numbers (dropout)"
     return EXPERT_MIGRATION.why_fixed(options, run)
 
 

@@ -20,7 +20,7 @@ from megatron_moe_opt.planning.costs.domain_curves import KINDS, profile_name, r
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction
-from megatron_moe_opt.schedules.parm import JOINT_GROUP
+from megatron_moe_opt.schedules.groups import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.pool import RankFailure, RankPool
 
@@ -150,7 +150,7 @@ def train(
     return {
         "losses": losses,
         "settled": controller.settled,
-        "planned": controller.planned,
+        "planned": controller.trying and controller.trying.planned,
         "tried": sorted(controller.measured),
         "steps": controller.trials.steps if controller.trials else 0,
         "runs": controller.current,
@@ -236,8 +236,10 @@ def test_trains_like_stock_while_samples_move_and_after(ranks, tmp_path, world, 
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
 
 
-def train_beside_a_hook(file: Path) -> tuple[list[float], dict[str, Any]]:
-    """Returns the losses under stock, and what `auto` does, where somebody's hook halves what MoE layers return."""
+def train_beside_others(file: Path, what: str) -> tuple[list[float], dict[str, Any]]:
+    """Returns the losses under stock, and what `auto` does, where somebody's hook halves what MoE layers return, or an
+    adapter with dropout stands in the place of a module of attention.
+    """
     from tests.ranks import gpt as models
 
     build = models.gpt
@@ -245,8 +247,10 @@ def train_beside_a_hook(file: Path) -> tuple[list[float], dict[str, Any]]:
     def gpt(**config: Any) -> models.Gpt:
         model = build(**config)
         for layer in model.model.modules():
-            if hasattr(layer, "token_dispatcher"):
+            if what == "hook" and hasattr(layer, "token_dispatcher"):
                 layer.register_forward_hook(lambda _, inputs, outputs: (outputs[0] / 2, outputs[1]))
+            if what == "adapter" and hasattr(layer, "self_attention"):
+                layer.self_attention.linear_proj = WithDropout(layer.self_attention.linear_proj)
         return model
 
     run = {"steps": 9, "sizes": {"ep": 4}} | SEQ_AUX
@@ -260,10 +264,24 @@ def train_beside_a_hook(file: Path) -> tuple[list[float], dict[str, Any]]:
     return stock["losses"], auto
 
 
-def test_samples_stay_where_a_hook_of_others_would_see_another_tensor(ranks, profile):
-    """It is there from the first step on, which is the only one that is looked at."""
-    for stock, auto in ranks.run(train_beside_a_hook, file=profile):
-        assert "would not follow samples that move" in auto["netmoe"] and "test_auto" in auto["netmoe"]
+class WithDropout(torch.nn.Module):
+    """A linear module of Megatron's with dropout behind it, as adapters have it."""
+
+    def __init__(self, linear: torch.nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Returns its output with a part dropped, and its bias."""
+        output, bias = self.linear(hidden)
+        return torch.nn.functional.dropout(output, 0.1), bias
+
+
+@pytest.mark.parametrize(("what", "why"), [("hook", "test_auto"), ("adapter", "random numbers that its modules draw")])
+def test_samples_stay_where_others_would_see_another_tensor_or_draw_other_numbers(ranks, profile, what, why):
+    """They are there from the first step on, which is the only one that is looked at."""
+    for stock, auto in ranks.run(train_beside_others, file=profile, what=what):
+        assert "would not follow samples that move" in auto["netmoe"] and why in auto["netmoe"]
         assert auto["settled"] and not any(name.startswith("netmoe") for name in auto["tried"])
         assert auto["losses"] == pytest.approx(stock, rel=1e-5)
 
@@ -306,6 +324,7 @@ def train_with_a_flex_of_its_own(file: Path, fastest: str, fails_on: int | None 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_dispatcher, "MoEFlexTokenDispatcher", Flex)
         patch.setattr(flex_backends, "missing_for_flex", lambda one: None if one == "deepep" else missing(one))
+        patch.setattr(flex_backends, "SUMMED", torch.float32)
         patch.setattr(fused_a2a, "_buffer", None)
         patch.setattr(fused_a2a, "get_buffer", buffer)
         patch.setattr(controlling, "release_buffers", watch)
@@ -635,12 +654,12 @@ def train_with_odd_experts(file: Path, oddities: Sequence[str]) -> tuple[list[fl
             experts.requires_grad_(False)
         return model
 
-    run = {"steps": 1 + 2 * 4 + 1, "sizes": {"ep": 4}}
+    run = {"steps": 1 + 2 * 5 + 1, "sizes": {"ep": 4}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "gpt", gpt)
         stock = train(options=None, **run)
         auto = train(
-            options=Options(plan=file), seconds=AllAlike(), most_steps=2 * 4, moe_token_dispatcher_type="auto", **run
+            options=Options(plan=file), seconds=AllAlike(), most_steps=2 * 5, moe_token_dispatcher_type="auto", **run
         )
     return stock["losses"], auto
 
@@ -650,14 +669,18 @@ def train_with_odd_experts(file: Path, oddities: Sequence[str]) -> tuple[list[fl
     [
         (("gate",), {"mpmoe:2 and 1 more": "a trained tensor of shape [64] takes part in the experts"}),
         (
-            ("draws", "frozen"),
+            ("draws",),
             {
-                "mpmoe:2:S1": "computes activations of experts again, and experts draw random numbers (dropout)",
-                "expert-migration:4": "experts travel, and those of some layer are frozen on some of the ranks",
+                "mpmoe:2 and 1 more": "experts draw random numbers (dropout), and get rows in other calls",
+                "expert-migration:4": "experts draw random numbers (dropout), and get rows in other calls",
             },
         ),
+        (
+            ("frozen",),
+            {"expert-migration:4": "experts travel, and those of some layer are frozen on some of the ranks"},
+        ),
     ],
-    ids=["gate", "draws and frozen"],
+    ids=["gate", "draws", "frozen"],
 )
 def test_what_experts_of_one_rank_cannot_run_under_no_rank_tries(ranks, tmp_path, oddities, left_out):
     """In a pass it would end the run, and some ranks would wait for that one."""

@@ -290,7 +290,8 @@ def test_flex_is_refused_where_it_cannot_run_and_built_as_named_where_it_can(mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "DeepEP is not installed" in refusal("flex:deepep")
     monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=object))
-    assert check(_settings(dispatchers=("flex",))) is None
+    assert refusal("flex").endswith("its kernels sum rows of bfloat16 alone: add --dtype bf16")
+    assert check(_settings(dispatchers=("flex",), dtype="bf16")) is None
     assert "HybridEP, the hybrid-ep branch of DeepEP is not installed" in refusal("flex:hybridep")
     config = layer_config(_settings(), "flex:hybridep", 4)
     assert (config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend) == ("flex", "hybridep")

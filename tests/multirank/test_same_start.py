@@ -114,3 +114,26 @@ def test_plans_that_differ_are_told(ranks, tmp_path: Path):
     for _, kind, message in caught.value.errors:
         assert kind == "DisagreementError" and "--moe-opt-plan is a file with SHA-256 " in message
         assert "... on ranks 0, 1, 3 and a file with" in message
+
+
+def build_on_two() -> None:
+    """Builds a layer on the first two of four ranks, in groups of their own that no other rank has a part in."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from megatron_moe_opt.runtime.job import same_start
+    from tests.ranks.megatron import moe_config, parallel
+
+    with parallel(ep=2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(same_start, "LATE_S", 5)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups.expt_dp = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+        megatron_moe_opt.register()
+        if dist.get_rank() < 2:
+            build_layer(moe_config(moe_token_dispatcher_type="monta"), groups)
+
+
+def test_ranks_beside_a_model_in_groups_of_its_own_are_not_waited_for(ranks):
+    """Those that hold the same experts by Megatron's own groups have another model, or none."""
+    ranks.run(build_on_two)

@@ -67,7 +67,7 @@ from megatron_moe_opt.integration.auto.stock_variants import (
 )
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.layer_passes import number_of
-from megatron_moe_opt.integration.layer.netmoe_layer import link
+from megatron_moe_opt.integration.layer.linked_blocks import link
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass, note_stock
 from megatron_moe_opt.integration.micro_batches import after_passes, later_micro_batches, trains
 from megatron_moe_opt.integration.training_arguments import training_arguments
@@ -114,10 +114,6 @@ class Controller:
         """The shapes that the layers have, the one that takes longest first; they are tried one after the other."""
         self.trying: Alike | None = None
         """The one of `shapes` whose trials are under way, or were the last. None: not yet."""
-        self._number = 0
-        """The index of `trying` in `shapes`."""
-        self.planned: str | None = None
-        """The variant that was planned for them; None: not yet, or not the same one for all layers."""
         self.measured: dict[str, float] = {}
         """Seconds of a training step under each variant that was tried in them."""
         self.overhead = 0.0
@@ -163,6 +159,10 @@ class Controller:
 
     def add(self, layer: PlannedLayer) -> None:
         """Takes a layer that has just been built; by a plan.json, it runs as planned from the start."""
+        if self.options.plan is self.options.profile is None:
+            from megatron_moe_opt.integration.auto.own_profile import check_groups  # which imports Megatron
+
+            check_groups()
         self.note_world()
         if self.first_step is not None:
             say_once(AUTO, "later layers", later_layers_line)
@@ -275,9 +275,8 @@ class Controller:
 
     def _begin_trials(self, number: int) -> None:
         """Tries what is planned for the layers of a shape, and was chosen before; the others run what they do."""
-        self._number, self.trying = number, self.shapes[number]
-        one, self._fitting, self._starting = self.trying, {self.trying.ran}, set()
-        self.planned = one.planned
+        self.trying = one = self.shapes[number]
+        self._fitting, self._starting = {one.ran}, set()
         self.trials = Trials(one.predicted, one.planned, len(self.shapes), one.beside, one.kept)
 
     def _measure(self, workloads: Sequence[LayerWorkload]) -> None:
@@ -478,8 +477,9 @@ class Controller:
         self._run_only(chosen, self._layers_of(self.trying))
         for line in settled_lines(self, chosen):
             say(AUTO, line)
-        if self._number + 1 < len(self.shapes):
-            self._begin_trials(self._number + 1)
+        following = self.shapes.index(self.trying) + 1
+        if following < len(self.shapes):
+            self._begin_trials(following)
             self._go_on()
         else:
             self._rest()

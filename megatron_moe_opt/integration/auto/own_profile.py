@@ -50,6 +50,15 @@ class OwnProfile:
     """Where the costs are from, in words."""
 
 
+def check_groups() -> None:
+    """Refuses, with ConfigurationError, a model in other process groups than Megatron makes, in which it measures."""
+    if not parallel_state.model_parallel_is_initialized():
+        raise ConfigurationError(
+            f"--moe-token-dispatcher-type {AUTO} measures in the process groups that Megatron makes, and this model "
+            "was given others: give --moe-opt-profile FILE, or name a dispatcher"
+        )
+
+
 def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float) -> OwnProfile:
     """Measures, or reads what was measured before: on rank 0, which alone reads and writes. A collective call over the
     world, between optimizer steps.

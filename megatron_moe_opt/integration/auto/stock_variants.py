@@ -167,10 +167,16 @@ def stock_refusal(config: Any, variant: str) -> str | None:
     """Returns why this configuration cannot run a variant, or not as the same function; None: it can."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from megatron_moe_opt.integration import flex_backends
+
     if (config.expert_model_parallel_size or 1) * (config.expert_tensor_parallel_size or 1) == 1:
         return "no rows travel"
     if holds_replicated_tokens(config):
         return NOT_UNDER_STOCK
+    # Float16Module casts what a script has left in float32.
+    rows = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else config.params_dtype
+    if variant.partition(":")[0] == FLEX and rows != flex_backends.SUMMED:
+        return flex_backends.SUMS_BFLOAT16
     for wrong, flag in (
         (config.moe_pad_expert_input_to_capacity, "--moe-pad-expert-input-to-capacity"),
         (overlaps_batches(config), "--overlap-moe-expert-parallel-comm"),

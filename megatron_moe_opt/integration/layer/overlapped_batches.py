@@ -10,7 +10,9 @@ behind theirs; rows on the wire are not (runtime/rows/wire_rows.py).
 
 from __future__ import annotations
 
+import copy
 import importlib
+import weakref
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -20,8 +22,8 @@ from megatron_moe_opt.integration.layer.layer_passes import number_of
 from megatron_moe_opt.integration.patching import seam_moved, wrap_once
 from megatron_moe_opt.runtime.observed.layer_place import Place, enter
 
-_as_stock: set[int] = set()
-"""The numbers (id) of configurations all of whose layers run stock's `alltoall`, though it is not what they name."""
+_as_stock: dict[int, weakref.ref[Any]] = {}
+"""The configurations all of whose layers run stock's `alltoall`, though it is not what they name, by their id."""
 _PLANS = ("megatron.core.models.common.utils", "megatron.core.models.gpt.fine_grained_callables")
 """The modules in which Megatron says what a node frees: the first from 0.19 on."""
 
@@ -51,7 +53,15 @@ def name_batches(layer: Any, dispatcher: str) -> None:
 
 def note_stock(config: Any, runs: bool) -> None:
     """Notes whether all layers of a configuration run stock's `alltoall`, whatever dispatcher it names: `auto` does."""
-    _as_stock.add(id(config)) if runs else _as_stock.discard(id(config))
+    if runs:
+        _as_stock[id(config)] = weakref.ref(config)
+    else:
+        _as_stock.pop(id(config), None)
+
+
+def _runs_stock(config: Any) -> bool:
+    noted = _as_stock.get(id(config))
+    return noted is not None and noted() is config
 
 
 def keep_expert_inputs(names: Container[str]) -> None:
@@ -59,6 +69,7 @@ def keep_expert_inputs(names: Container[str]) -> None:
     `note_stock` says that stock's runs.
 
     Stock's `alltoall` copies what arrives to sort it, and Megatron frees what had arrived; ours has sorted it already.
+    With one expert a rank nothing is sorted, and Megatron keeps it too (from 0.17 on), where `alltoall` is named.
 
     Raises:
         ConfigurationError: a Megatron that decides elsewhere what is freed.
@@ -74,8 +85,11 @@ def keep_expert_inputs(names: Container[str]) -> None:
         raise seam_moved(f"none of {', '.join(_PLANS)} has should_free_input")
 
     def keeping(stock: Callable[..., bool], name: str, is_moe: bool, config: Any, *args: Any, **kwargs: Any) -> bool:
-        if name == "mlp" and config.moe_token_dispatcher_type in names and id(config) not in _as_stock:
-            return False
+        if name == "mlp" and config.moe_token_dispatcher_type in names:
+            if not _runs_stock(config):
+                return False
+            config = copy.copy(config)
+            config.moe_token_dispatcher_type = "alltoall"
         return stock(name, is_moe, config, *args, **kwargs)
 
     wrap_once(module, "should_free_input", keeping)

@@ -65,6 +65,18 @@ def planned(tmp_path: Path):
     megatron_moe_opt.register()
 
 
+def test_a_model_in_process_groups_of_its_own_needs_a_profile():
+    """As Megatron-Bridge makes them on demand, and models of several parts, without Megatron's parallel state."""
+    megatron_moe_opt.use_host_backend()
+    megatron_moe_opt.register()
+    TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=8, expert_model_parallel_size=8,
+        add_bias_linear=False, moe_token_dispatcher_type="auto",
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError, match="measures in the process groups that Megatron makes, and this model"):
+        current_controller().add(None)
+
+
 @pytest.mark.parametrize(
     ("variant", "overrides", "message"),
     [
@@ -255,7 +267,7 @@ PLAIN, FROZEN = SeenExperts(), SeenExperts(trained=False)
         ([[PLAIN], [SeenExperts(outside=(64,))]], MPMOE, "a trained tensor of shape [64] takes part in the experts"),
         ([[PLAIN], [SeenExperts(called_by="Own.compute")]], (*MPMOE, TRAVELLING[-1]), "experts"),
         ([[SeenExperts(stays_behind="a buffer")], [PLAIN]], TRAVELLING, "experts travel, and a buffer does not"),
-        ([[PLAIN, SeenExperts(draw=True)], [PLAIN, PLAIN]], ("mpmoe:2:S1", "mpmoe:2:S2"), "computes activations of"),
+        ([[PLAIN, SeenExperts(draw=True)], [PLAIN, PLAIN]], OF_EXPERTS[2:], "experts draw random numbers (dropout)"),
         ([[PLAIN, PLAIN], [PLAIN, FROZEN]], TRAVELLING, "experts travel, and those of some layer are frozen"),
         ([[PLAIN], [SeenExperts(trained=False, group=4)]], (), ""),  # a stage, or other replicas of the experts
         ([[PLAIN, FROZEN], [PLAIN, FROZEN]], (), ""),
@@ -378,10 +390,13 @@ def test_megatrons_own_are_tried_without_a_prediction(planned, monkeypatch):
     monkeypatch.setattr("megatron_moe_opt.integration.flex_backends.missing_for_flex", lambda backend: None)
     everything = ("deepep", "hybridep", "ncclep")
     monkeypatch.setattr("megatron_moe_opt.integration.flex_backends.flex_backends", lambda: everything)
-    (found,) = planned("monta:O2x2")._make_plan(FirstStep(((SEEN,),)))
+    (found,) = planned("monta:O2x2", bf16=True, params_dtype=torch.bfloat16)._make_plan(FirstStep(((SEEN,),)))
     tried = {*found.beside, *(one.variant for one in found.refused)}
     assert found.beside[:2] == ("allgather", "flex:deepep") and "flex:hybridep" in tried
     assert "flex:ncclep" not in tried
+    (found,) = planned("monta:O2x2", fp16=True, params_dtype=torch.float16)._make_plan(FirstStep(((SEEN,),)))
+    assert found.beside == ("allgather",)
+    assert {one.reason for one in found.refused if "flex" in one.variant} == {"its kernels sum rows of bfloat16 alone"}
 
 
 def test_a_back_end_of_flex_that_does_not_import_is_left_out_with_the_reason(planned, monkeypatch, tmp_path):

@@ -18,6 +18,7 @@ ENDS = {
     "sys.exit(0)": False,
     "raise RuntimeError": True,
     "launch.main(['refused.py'])": True,
+    "launch.main(['exits.py'])": True,
     "os._exit(1)": True,
     "os.abort()": True,
 }
@@ -43,6 +44,7 @@ def test_it_stays_where_a_process_ends_by_an_error(tmp_path: Path):
     (tmp_path / "refused.py").write_text(
         "from megatron_moe_opt.errors import ConfigurationError\nraise ConfigurationError('in a first step')\n"
     )
+    (tmp_path / "exits.py").write_text("import sys\n\nsys.exit(16)\n")  # as Megatron does where gradients are NaN
     subprocess.run([sys.executable, "-c", JOBS, *ENDS], cwd=tmp_path, check=True, stderr=subprocess.DEVNULL)
     left = [(tmp_path / str(number) / FILE_NAME).exists() for number in range(len(ENDS))]
     assert dict(zip(ENDS, left, strict=True)) == ENDS

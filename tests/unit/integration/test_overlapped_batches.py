@@ -45,6 +45,11 @@ def test_inputs_of_experts_are_kept_for_ours_alone():
     assert freed["alltoall"] == dict.fromkeys(nodes, True)
     assert freed["monta"] == freed["alltoall"] | {"mlp": False}
     note_stock(config, True)  # as under `auto`, whose layers run stock's at times
-    assert should_free_input("mlp", True, config, *rest)
+    for local_experts in (1, 2):  # one: stock's hands on to it what has arrived
+        rest = [local_experts] * len(rest)
+        config.moe_token_dispatcher_type = "alltoall"
+        stocks = should_free_input("mlp", True, config, *rest)
+        config.moe_token_dispatcher_type = "monta"
+        assert should_free_input("mlp", True, config, *rest) == stocks
     note_stock(config, False)
     assert not should_free_input("mlp", True, config, *rest)
