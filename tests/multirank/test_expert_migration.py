@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -434,6 +436,62 @@ def bounded(ahead: int, sizes: tuple[int, ...] = (2, 2), **options: Any) -> None
                 assert relative(same.grad, weight.grad) < 3e-6  # of three layers in a row
 
 
+def gathers_of_steps(orders: Sequence[str], kept: int, ahead: int) -> list[int]:
+    """Counts the gathers of steps of as many micro-batches as their orders name, each with a forward (f) and a backward
+    pass (b), through five layers whose weights have been written before each step, and compares gradients with stock's.
+    """
+    from megatron_moe_opt.runtime.travelling_experts.step_passes import step_of
+    from tests.ranks.megatron import parallel
+
+    found = []
+    with parallel(ep=4):
+        stock, ours = layers(5, levels=(4,), sizes=(4,), resident_layers=kept, prefetch_layers=ahead)
+        for order in orders:
+            for layer in (*stock, *ours):
+                write_weights(layer, 1.1)
+            results = []
+            for model in (stock, ours):
+                inputs = [hidden_states(seed) for seed in range(order.count("f"))]
+
+                def step(model: Any = model, inputs: Any = inputs, order: str = order) -> None:
+                    to_come, outputs = iter(inputs), deque()
+                    with step_of(len(inputs)):
+                        for what in order:
+                            if what == "f":
+                                hidden = next(to_come)
+                                for layer in model:
+                                    hidden = hidden + layer(hidden)[0]
+                                outputs.append(hidden)
+                            else:
+                                outputs.popleft().square().mean().backward()
+
+                gathers = gathers_of(step)
+                results.append([one.grad for one in inputs])
+            found.append(gathers)
+            for one, other in zip(*results, strict=True):
+                assert relative(other, one) < 3e-6
+    return found
+
+
+def misses(order: str, number: int, kept: int) -> int:
+    """Returns how often a layer's experts are not there, if those of `kept` layers are that were used last."""
+    there: list[int] = []
+    missed = 0
+    for what in order:
+        for layer in range(number) if what == "f" else reversed(range(number)):
+            missed += layer not in there
+            there = [*(one for one in there if one != layer), layer][-kept:]
+    return missed
+
+
+@pytest.mark.parametrize(("kept", "ahead"), [(2, 1), (3, 2), (1, 0)])
+def test_nothing_is_gathered_ahead_that_backward_passes_drop(ranks, kept, ahead):
+    whole, pipelined = "fbfbfb", "fffbfbbb"
+    for gathers in ranks.run(gathers_of_steps, orders=[whole] * 3 + [pipelined] * 3, kept=kept, ahead=ahead):
+        assert gathers[2] == misses(whole, 5, kept)
+        assert gathers[5] == misses(pipelined, 5, kept)
+
+
 BY_HOPS = {"dispatcher": "mpmoe", "way": "hops", "partitions": 2}
 
 
@@ -806,9 +864,10 @@ def hooks_after_trials() -> tuple[int, int, int, bool]:
 
         def plug(layer: Any, name: str, options: Options) -> None:
             options = dataclasses.replace(options, compression_ratio=4.0)
-            _plug(layer, name, options, type(ours.token_dispatcher), says=False)
+            _plug(layer, name, options, type(ours.token_dispatcher), groups, says=False)
 
-        planned = PlannedLayer(layer, _groups_of(layer.token_dispatcher), Options(network_levels=TWO_LEVELS), plug)
+        groups = _groups_of(layer.token_dispatcher)
+        planned = PlannedLayer(layer, groups, Options(network_levels=TWO_LEVELS), plug)
         before = hooks()
         weights = [*experts.parameters()]
         for weight in weights:

@@ -76,6 +76,8 @@ class ExpertCommunicator:
         self._last: weakref.ref[MigratedExperts] | None = None
         self._on_the_way: weakref.WeakSet[MigratedExperts] = weakref.WeakSet()
         """The layers that the present micro-batch has passed: until one comes again, or a backward pass."""
+        self._lost_next = False
+        """Whether backward passes since the last forward pass have dropped the experts of the layer that is next."""
         self._returning: weakref.WeakSet[WholeGradients | CompressedGradients] = weakref.WeakSet()
         """Those whose gradients have begun to return, and no optimizer step has used."""
 
@@ -87,6 +89,8 @@ class ExpertCommunicator:
         follows = last is not None and last.model == layer.model
         if last is not None and last is not layer:
             last.next = weakref.ref(layer) if follows else None
+            (last.lost_after.add if self._lost_next else last.lost_after.discard)(last.number)
+        self._lost_next = False
         if layer in self._on_the_way:
             self._on_the_way.clear()
         layer.before = self._last if self._on_the_way and follows else None
@@ -96,8 +100,10 @@ class ExpertCommunicator:
             self._first, self._first_in = self._last, layer.model
 
     def following(self, first: MigratedExperts) -> Iterator[MigratedExperts]:
-        """Yields the layers that came after one in the last pass, in turn."""
-        return _in_turn(first, lambda layer: layer.next)
+        """Yields the layers whose experts may be gathered in one's pass: those that came after it in the last one, in
+        turn, up to the first whose experts backward passes dropped before its turn came.
+        """
+        return _in_turn(first, lambda layer: None if first.number in layer.lost_after else layer.next)
 
     def preceding(self, first: MigratedExperts) -> Iterator[MigratedExperts]:
         """Yields the layers whose backward passes come after one's in those of its last micro-batch, in turn."""
@@ -112,13 +118,16 @@ class ExpertCommunicator:
         self._on_the_way.clear()
         for one in arrived:
             self.residents.use(one)
+        last = self._last and self._last()
+        if last is not None and last.next is not None and (following := last.next()) is not None:
+            self._lost_next |= not following.are_here()
 
     def sent_at_begin(self, first: MigratedExperts) -> Iterator[MigratedExperts]:
         """Yields the layers that are sent when a step begins: what may be ahead; of messages that are decoded later
         all, but for layers whose weights come late themselves.
         """
         yield first
-        for number, layer in enumerate(self.following(first)):
+        for number, layer in enumerate(_in_turn(first, lambda layer: layer.next)):
             is_ahead = number < self.ahead
             if not is_ahead and (not layer.codec.is_lossy or layer.weights.come_late()):
                 return

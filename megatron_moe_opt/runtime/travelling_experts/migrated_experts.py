@@ -73,6 +73,10 @@ class MigratedExperts:
         """The layer whose pass came after this one's."""
         self.before: weakref.ref[MigratedExperts] | None = None
         """The layer whose pass of the same micro-batch came before this one's; None: it is the first."""
+        self.number = 0
+        """Of the last forward pass, in its step, counted from 1; 0: nobody has said how many passes a step has."""
+        self.lost_after: set[int] = set()
+        """The numbers of passes after which backward passes dropped the experts of `next` before its turn came."""
         self._following: list[MigratedExperts] = []
         self._preceding: list[MigratedExperts] = []
         self._back: list[ArrivedExperts] = []
@@ -100,6 +104,7 @@ class MigratedExperts:
         its messages begin anew.
         """
         communicator, ahead = self.communicator, self.communicator.ahead
+        may_have_changed = self._begin_pass()
         communicator.note_pass(self)
         self._following = [*islice(communicator.following(self), ahead)]
         self._preceding = [*islice(communicator.preceding(self), ahead)]
@@ -112,19 +117,19 @@ class MigratedExperts:
             if layer.codec.begins:
                 news[number] = 1
         news[3 + ahead : 3 + ahead + len(self._preceding)] = 0
-        may_have_changed = self._may_have_changed()
         if self.codec.begins:
             news[0] = 2
         elif self._sent is not None:
             news[:1].copy_(~self.weights.equal(self._sent)) if may_have_changed else news[:1].zero_()
         return news
 
-    def _may_have_changed(self) -> bool:
-        """Whether the experts may have changed since the layer's last pass. To be asked once a pass."""
+    def _begin_pass(self) -> bool:
+        """Counts a forward pass. Returns whether the experts may have changed since the last one."""
         if is_recomputing():  # a pass that is repeated for its backward pass has the weights that it had
             return False
         step = current_step()
-        return step is None or step.begins(self)
+        self.number = 0 if step is None else step.begin(self)
+        return self.number <= 1
 
     def fetch(self, news: Sequence[int]) -> None:
         """Sees to it that the experts of this pass are here or on their way, and sends later layers'.
@@ -164,6 +169,10 @@ class MigratedExperts:
         before = zip(self._preceding, gone[communicator.ahead :], strict=False)
         self._back = [self._arrived, *(layer._arrived for layer, missing in before if not missing)]
         self._following = self._preceding = []
+
+    def are_here(self) -> bool:
+        """Whether the experts that were gathered last are in memory, or on their way."""
+        return self._arrived is not None and self._arrived.arrive is not None
 
     def forget(self) -> None:
         """Has the next pass gather again, as after an optimizer step. Every rank must forget."""

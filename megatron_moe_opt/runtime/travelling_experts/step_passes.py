@@ -39,15 +39,14 @@ class StepPasses:
 
     def __init__(self, micro_batches: int) -> None:
         self.micro_batches = micro_batches
-        self._begun: WeakSet[Deferring] = WeakSet()
-        self._passes: WeakKeyDictionary[Deferring, int] = WeakKeyDictionary()
+        self._begun: WeakKeyDictionary[Deferring, int] = WeakKeyDictionary()
+        self._returned: WeakKeyDictionary[Deferring, int] = WeakKeyDictionary()
         self._deferring: WeakSet[Deferring] = WeakSet()
 
-    def begins(self, layer: Deferring) -> bool:
-        """Whether a layer's present forward pass is its first one. To be asked once a pass."""
-        is_first = layer not in self._begun
-        self._begun.add(layer)
-        return is_first
+    def begin(self, layer: Deferring) -> int:
+        """Returns the number of a layer's forward pass that begins, counted from 1."""
+        self._begun[layer] = number = self._begun.get(layer, 0) + 1
+        return number
 
     def has_begun(self, layer: Deferring) -> bool:
         """Whether a layer has had its first forward pass, or is in it."""
@@ -59,7 +58,7 @@ class StepPasses:
         Args:
             limit: of the layers that may have gradients wait; None: no limit.
         """
-        self._passes[layer] = passes = self._passes.get(layer, 0) + 1
+        self._returned[layer] = passes = self._returned.get(layer, 0) + 1
         if passes >= self.micro_batches:
             self._deferring.discard(layer)
             return False
