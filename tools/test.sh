@@ -7,17 +7,21 @@
 set -euo pipefail
 CDPATH='' cd "$(dirname "$0")/.."
 
-# Two cores: what has nothing to wait for goes beside what waits much of the time. The CUDA check needs nvcc alone and
-# begins beside the installation, as does the cross-section, which has one of its own; whole runs and what runs in one
-# process go beside the tests of several ranks.
+# Two cores. What other parts wait for, and the tests of ranks, which wait for each other, have them first; what waits
+# for nobody takes what is left: the CUDA check, which needs nvcc alone, the cross-section, which has an installation of
+# its own, and all that runs in one process. A task of the idle class does not delay one that wakes.
+beside() {
+    if chrt --idle 0 true 2>/dev/null; then exec chrt --idle 0 "$@"; fi
+    exec nice -n 19 "$@"
+}
 jobs="${MAX_JOBS:-}"
 export MAX_JOBS="${jobs:-1}" # no core waits for a second job, and one alone reads PyTorch's headers once
 unset PYTHONDONTWRITEBYTECODE # or each of the processes that tests start compiles all modules of ours anew
 outputs="$(mktemp -d)"
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$outputs"' EXIT
-bash tools/check_cuda_compiles.sh >"$outputs/cuda" 2>&1 &
+beside bash tools/check_cuda_compiles.sh >"$outputs/cuda" 2>&1 &
 cuda_check=$!
-"${PYTHON:-python3}" -m tools.megatron_checks.test_matrix --pairs newest --again >"$outputs/newest" 2>&1 &
+beside "${PYTHON:-python3}" -m tools.megatron_checks.test_matrix --pairs newest --again >"$outputs/newest" 2>&1 &
 newest=$!
 MORE_REQUIREMENTS=tools/requirements.txt
 source recipes/setup_env.sh
@@ -28,20 +32,19 @@ ruff format --check .
 vermin -q -t=3.10- --violations --no-tips --no-parse-comments --eval-annotations megatron_moe_opt recipes tools tests
 git ls-files 'csrc/*' 'tests/*' | grep -E '\.(h|cpp|cu|cuh)$' | xargs clang-format --dry-run -Werror
 
-(
-    failed=0
-    export OMP_NUM_THREADS=1 # a second thread only spins for a core that is not free; tests of threads ask for theirs
-    python -m pytest tests/unit tests/papers tests/system --durations=10 || failed=1
-    python -m pytest -p tests.emulator.plugin tests/gpu tests/emulator --durations=5 || failed=1
-    exit $failed
-) >"$outputs/beside" 2>&1 &
-beside=$!
+export OMP_NUM_THREADS=1 # a second thread only spins for a core that is not free; tests of threads ask for theirs
+beside python -m pytest tests/unit tests/papers --durations=10 >"$outputs/unit" 2>&1 &
+unit=$!
+beside python -m pytest -p tests.emulator.plugin tests/gpu tests/emulator --durations=5 >"$outputs/emulator" 2>&1 &
+emulator=$!
 failed=0
-echo "== tests of several ranks"
-python -m pytest tests/multirank --durations=10 || failed=1
-wait $beside || failed=1
-echo "== tests in one process, and of whole runs"
-cat "$outputs/beside"
+echo "== tests of several ranks, and of whole runs"
+python -m pytest tests/multirank tests/system --durations=10 || failed=1
+for part in unit emulator; do
+    wait "${!part}" || failed=1
+done
+echo "== tests in one process"
+cat "$outputs/unit" "$outputs/emulator"
 wait "$newest" || { failed=1; cat runs/test-matrix/*.log; }
 echo "== a cross-section on the newest Megatron"
 cat "$outputs/newest"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from megatron_moe_opt.schedules import hops, monta, mpmoe, parm
 from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages
@@ -28,8 +29,13 @@ HOPS = ((1, 1), (2, 1), (1, 2), (2, 2))
 """Levels over which tokens hop, and the size of the expert-TP group."""
 
 
-def all_schedules() -> Iterator[tuple[str, Schedule]]:
-    """Yields every schedule under a name of its own."""
+@cache
+def all_schedules() -> Mapping[str, Schedule]:
+    """Returns every schedule under a name of its own, made once."""
+    return dict(_all())
+
+
+def _all() -> Iterator[tuple[str, Schedule]]:
     for count in COUNTS:
         chunks, partitions = [ChunkBytes(1, 2)] * count, [PartitionRows(1, 2)] * count
         ways: dict[str, tuple[Stages, Sequence[Partition]]] = {}

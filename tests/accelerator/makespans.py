@@ -7,9 +7,9 @@ python -m tests.accelerator.makespans      # the table of docs/streams.md, and h
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -38,16 +38,27 @@ def caller_lane(schedule: Schedule) -> int:
     return LANES.index(Lane.COMPUTE) if Lane.COMPUTE in schedule.lanes else -1
 
 
+Times = Mapping[Entry, tuple[float, float]]
+"""Begin and end of all that is launched. The label of what an op does is its lane."""
+
+
 def makespan(executor: SoftwareExecutor, schedule: Schedule, cost: Callable[[Op], float], queues: Queues) -> float:
     """Returns the time from the first op's begin to the moment at which the caller's stream goes on."""
-    return max(end for _, end in _played(executor, schedule, cost, queues).values())
+    return _length(_played(executor, schedule, cost, queues))
 
 
-def overlap(executor: SoftwareExecutor, schedule: Schedule, cost: Callable[[Op], float], queues: Queues) -> float:
-    """Returns the part of the time in which lanes are busy, added over all lanes, that lies
-    beside an op of another lane.
+@cache
+def nominal_makespan(executor: SoftwareExecutor, name: str, queues: Queues) -> float:
+    """Returns the makespan of one of `all_schedules` by `nominal`, played once."""
+    return _length(_nominal(executor, name, queues))
+
+
+@cache
+def overlap(executor: SoftwareExecutor, name: str, queues: Queues) -> float:
+    """Returns the part of the time in which lanes are busy, added over all lanes, that lies beside an op of another
+    lane, of one of `all_schedules` by `nominal`.
     """
-    times = _played(executor, schedule, cost, queues)
+    times = _nominal(executor, name, queues)
     busy = [(entry.label, begin, end) for entry, (begin, end) in times.items() if begin < end]
     moments = sorted({moment for _, *span in busy for moment in span})
     total = beside = 0.0
@@ -58,10 +69,16 @@ def overlap(executor: SoftwareExecutor, schedule: Schedule, cost: Callable[[Op],
     return beside / total
 
 
-def _played(
-    executor: SoftwareExecutor, schedule: Schedule, cost: Callable[[Op], float], queues: Queues
-) -> dict[Entry, tuple[float, float]]:
-    """Returns begin and end of all that is launched. The label of what an op does is its lane."""
+def _length(times: Times) -> float:
+    return max(end for _, end in times.values())
+
+
+@cache
+def _nominal(executor: SoftwareExecutor, name: str, queues: Queues) -> Times:
+    return _played(executor, all_schedules()[name], nominal, queues)
+
+
+def _played(executor: SoftwareExecutor, schedule: Schedule, cost: Callable[[Op], float], queues: Queues) -> Times:
     device = Device(queues)
 
     def kernel(op: Op, number: int) -> Work:
@@ -85,12 +102,12 @@ def _played(
 def table(executor: SoftwareExecutor) -> str:
     """One queue / many queues of every schedule in each number of chunks, and its overlap with many."""
     families: dict[str, dict[int, str]] = {}
-    for name, schedule in all_schedules():
+    for name in all_schedules():
         family, _, rest = name.partition(", ")
         count, _, groups = rest.partition(", ")
-        times = [makespan(executor, schedule, nominal, queues) for queues in (Queues.ONE, Queues.MANY)]
+        times = [nominal_makespan(executor, name, queues) for queues in (Queues.ONE, Queues.MANY)]
         of = families.setdefault(", ".join(filter(None, (family, groups))), {})
-        beside = overlap(executor, schedule, nominal, Queues.MANY)
+        beside = overlap(executor, name, Queues.MANY)
         of[int(count.split()[0]) if count else 1] = f"{times[0]:.1f} / {times[1]:.1f}, {beside:.0%}"
     lines = [f"| schedule | {' | '.join(map(str, COUNTS))} |", "|---" * (1 + len(COUNTS)) + "|"]
     for family in sorted(families):
@@ -105,7 +122,7 @@ def guess(number: int, op: Op) -> float:
 
 def longer(executor: SoftwareExecutor) -> str:
     """Returns how many times as long one queue takes as many, by the guesses that the order of issue is made for."""
-    schedules = [schedule for _, schedule in all_schedules()]
+    schedules = [*all_schedules().values()]
     of_guesses = []
     for cost in (partial(guess, number) for number, _ in enumerate(_guesses(Lane.COPY, Kind.COPY))):
         seconds = [[makespan(executor, one, cost, queues) for one in schedules] for queues in (Queues.ONE, Queues.MANY)]

@@ -130,7 +130,7 @@ END_TO_END = "netmoe: routing as MoE-GPT-S on two nodes, end to end"
 
 
 @pytest.mark.parametrize(
-    "name", ["monta", "parm 00", "netmoe", END_TO_END, "mpmoe over fastermoe", "hybridep", "hybridep table 5: 192"]
+    "name", ["monta", "parm 00", END_TO_END, "mpmoe over fastermoe", "hybridep", "hybridep table 5: 192"]
 )
 def test_a_point_is_timed_and_predicted(ranks, name, tmp_path):
     point = ranks.run(_time, name=name, out=tmp_path)[0]

@@ -68,6 +68,7 @@ experts.deepcopy = copy.copy  # of a configuration, for each layer: it took a th
 gc.freeze()
 
 # Whoever is woken does not take the core from who woke it. One that has sent rows would lose it holding the lock of its
-# connection, for which its Gloo thread spins: a tenth to a quarter of the processor, with more ranks than cores.
-if hasattr(os, "SCHED_BATCH"):
+# connection, for which its Gloo thread spins: a tenth to a quarter of the processor, with more ranks than cores. Tests
+# of the idle class stay in it, which only root may leave.
+if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -21,8 +21,8 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, r
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction, Refusal, nothing_left
 from megatron_moe_opt.planning.predicting.skew import Skew
 from megatron_moe_opt.row_format import Wire
+from megatron_moe_opt.schedules.groups import JOINT_GROUP
 from megatron_moe_opt.schedules.mpmoe import token_shares
-from megatron_moe_opt.schedules.parm import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane
 from megatron_moe_opt.systems.expert_migration import EXPERT_MIGRATION, fastest_domains, setting_of
 from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION
@@ -201,7 +201,7 @@ def test_replicated_tokens_leave_stock_out_and_gather_at_the_edge():
     predicted = by_variant(found)
     assert ALLTOALL in {one.variant for one in refused} and "parm:S2" in predicted
     split = by_variant(candidates(dataclasses.replace(LAYER, tokens=256), cluster())[0])
-    gather = cluster().costs().curves[Kind.ALL_GATHER, "tp"].seconds(1024 * 4096)
+    gather = cluster().costs.curves[Kind.ALL_GATHER, "tp"].seconds(1024 * 4096)
     assert predicted["monta:O1"].seconds == pytest.approx(split["monta:O1"].seconds + 2 * gather, rel=1e-3)
 
 
@@ -227,7 +227,7 @@ def test_tokens_that_hop_are_gathered_over_tp_part_by_part():
         by_variant(candidates(dataclasses.replace(layer, **of), measured)[0])
         for of in ({}, {"routes_all": False}, {"capacity_factor": 1.0})
     )
-    edge = measured.costs().curves[Kind.ALL_GATHER, "tp"].seconds(4096 * 4096)
+    edge = measured.costs.curves[Kind.ALL_GATHER, "tp"].seconds(4096 * 4096)
     assert by_part["mpmoe:1:hops"].seconds == pytest.approx(at_once["mpmoe:1:hops"].seconds, rel=1e-2)
     saved = at_once["mpmoe:4:hops"].seconds - by_part["mpmoe:4:hops"].seconds
     shares = token_shares(4, "none")
@@ -247,7 +247,7 @@ def test_small_experts_travel_and_large_ones_stay():
     passes = tuple(hybridep_levels.TimedPass(layer.expert_bytes, kind) for kind in kinds)
     (own, *_) = hybridep_levels.predict(
         expert_migration.MigrationLayer(1024, 4096 + 16, 2, 1, passes),
-        (2, 4), measured_curves(measured.costs(), (2, 4)),
+        (2, 4), measured_curves(measured.costs, (2, 4)),
     )  # fmt: skip
     copies = sum(
         span.end - span.start for part in one.timelines[:2] for span in part.spans if span.op.kind is Kind.PERMUTE
@@ -292,7 +292,7 @@ def test_experts_that_do_not_stay_take_less_memory_and_one_more_gather():
         for part in (resident_part(8, None), resident_part(8, 2))
     )
     kind, way = Kind.ALL_GATHER, profile_name(Kind.ALL_GATHER, (2, 4), 0, 2)
-    gather = measured.costs().curves[kind, way].seconds(2 * layer.expert_bytes)
+    gather = measured.costs.curves[kind, way].seconds(2 * layer.expert_bytes)
     assert goes.seconds - stays.seconds == pytest.approx(gather, rel=1e-6)
     assert goes.inter_bytes - stays.inter_bytes == layer.expert_bytes  # half of what both ranks have
     # Between nodes what waits of gradients is on the host, where not all layers' experts stay.
@@ -357,7 +357,7 @@ def test_experts_that_travel_are_copied_and_run_once_for_every_owner():
     predicted = by_variant(candidates(layer, measured)[0])
     home, away = (predicted[f"expert-migration:{sizes}"] for sizes in ("1x1", "2x4"))
     assert "experts copied" not in home.terms
-    copy = measured.costs().curves[Kind.COPY, None]
+    copy = measured.costs.curves[Kind.COPY, None]
     assert away.terms["experts copied"] == pytest.approx(copy.seconds((8 + 2) * layer.expert_bytes))
     # The measured expert takes as long for 1 row as for 64, and here 8 times as many have an 8th of the rows each.
     few = dataclasses.replace(layer, tokens=32)
@@ -397,13 +397,21 @@ def test_placement_saves_what_a_trace_says():
 
 
 def test_what_a_candidate_takes_is_what_its_timelines_take():
-    """They agree to the last digit, under every system: nothing is predicted that is not played."""
+    """They agree to the last digit, under every system: nothing is predicted that is not played, op by op, with its own
+    terms, edges and experts.
+    """
+    families = set()
     moving, of_levels = dataclasses.replace(LAYER, placement_saving=0.4), migrating(64)
     skewed = dataclasses.replace(of_levels[0], imbalance=1.7), of_levels[1]
     local = cluster(local_work={OURS: ((1, 0.01),), STOCK: ((1, 0.02),)}, slowdown={(Lane.INTER, Lane.COMPUTE): 0.5})
     for layer, measured in ((moving, local), (dataclasses.replace(LAYER, tp=4), local), of_levels, skewed):
         for one in candidates(layer, measured)[0]:
+            families.add(one.family)
             assert one.seconds == sum(timeline.seconds for timeline in one.timelines)
+            assert sum(timeline.exposed for timeline in one.timelines) == pytest.approx(one.exposed)
+            kinds = {op.kind for timeline in one.timelines for op in timeline.schedule.ops}
+            assert {Kind.COMPUTE, Kind.GRADIENT} <= kinds and COLLECTIVES & kinds
+    assert families == {ALLTOALL, "monta", "parm", "mpmoe", "netmoe", MIGRATION}
 
 
 def test_the_world_s_groups_are_not_listed_for_each_candidate(monkeypatch):
@@ -443,21 +451,6 @@ def test_lanes_that_disturb_each_other_are_counted():
     disturbed = by_variant(candidates(LAYER, cluster(slowdown={(Lane.INTER, Lane.COMPUTE): 0.5}))[0])
     assert disturbed["mpmoe:4"].seconds > alone["mpmoe:4"].seconds
     assert disturbed[ALLTOALL].seconds == alone[ALLTOALL].seconds  # nothing runs beside anything
-
-
-def test_what_is_drawn_is_what_is_predicted():
-    """Op by op, for every variant: with its own terms, edges and experts, and nothing else."""
-    moving, of_levels = dataclasses.replace(LAYER, placement_saving=0.4), migrating(64)
-    local = cluster(local_work={OURS: ((1, 0.01),), STOCK: ((1, 0.02),)}, slowdown={(Lane.INTER, Lane.COMPUTE): 0.5})
-    families = set()
-    for layer, measured in ((moving, local), (dataclasses.replace(LAYER, tp=4), local), of_levels):
-        for one in candidates(layer, measured)[0]:
-            families.add(one.family)
-            assert sum(timeline.seconds for timeline in one.timelines) == pytest.approx(one.seconds)
-            assert sum(timeline.exposed for timeline in one.timelines) == pytest.approx(one.exposed)
-            kinds = {op.kind for timeline in one.timelines for op in timeline.schedule.ops}
-            assert {Kind.COMPUTE, Kind.GRADIENT} <= kinds and COLLECTIVES & kinds
-    assert families == {ALLTOALL, "monta", "parm", "mpmoe", "netmoe", MIGRATION}
 
 
 def test_experts_that_travel_are_drawn_on_their_way():

@@ -19,7 +19,7 @@ from tests.accelerator.sanitizer import races
 from tests.accelerator.software import CALLER, Adversary, Device, Queues, Stuck
 from tests.multirank.test_executor import random_schedule
 
-SCHEDULES = dict(all_schedules())
+SCHEDULES = all_schedules()
 
 
 class Values:

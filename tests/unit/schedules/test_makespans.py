@@ -14,11 +14,11 @@ from megatron_moe_opt.schedules.issue_order import in_issue_order
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from tests.accelerator.all_schedules import all_schedules
 from tests.accelerator.executor_library import SoftwareExecutor, build
-from tests.accelerator.makespans import LANES, makespan, nominal, overlap, table
+from tests.accelerator.makespans import LANES, makespan, nominal, nominal_makespan, overlap, table
 from tests.accelerator.software import Queues
 from tests.schedule_checks import validate
 
-SCHEDULES = dict(all_schedules())
+SCHEDULES = all_schedules()
 DOCS = Path(__file__).parents[3] / "docs" / "streams.md"
 
 
@@ -27,7 +27,7 @@ def test_one_queue_costs_nothing_without_experts_and_little_with_them(software_e
     most = 1.034
     for name, schedule in SCHEDULES.items():
         validate(schedule)
-        one, many = (makespan(software_executor, schedule, nominal, queues) for queues in (Queues.ONE, Queues.MANY))
+        one, many = (nominal_makespan(software_executor, name, queues) for queues in (Queues.ONE, Queues.MANY))
         assert many <= one <= (most if Lane.COMPUTE in schedule.lanes else 1 + 1e-9) * many, name
 
 
@@ -40,7 +40,7 @@ def test_the_planner_plays_what_the_executor_does(software_executor):
     undisturbed = {(Lane.INTER, Lane.COMPUTE): 1.0}
     for name, schedule in SCHEDULES.items():
         for queues in Queues:
-            seconds = makespan(software_executor, schedule, nominal, queues)
+            seconds = nominal_makespan(software_executor, name, queues)
             for slowdown in (None, undisturbed):
                 played = simulate(schedule, nominal, slowdown, one_queue=queues is Queues.ONE)
                 assert played.seconds == pytest.approx(seconds), name
@@ -52,8 +52,8 @@ def test_overlap_is_busy_time_beside_another_lane(software_executor):
     """
     two_chunks, alone = "monta O2 dispatch, 2 chunk(s), EP 2, expert-TP 2", "parm dispatch, 1 chunk(s), expert-TP 2"
     for queues in Queues:
-        assert overlap(software_executor, SCHEDULES[two_chunks], nominal, queues) == pytest.approx(2 / 4.2)
-        assert overlap(software_executor, SCHEDULES[alone], nominal, queues) == 0
+        assert overlap(software_executor, two_chunks, queues) == pytest.approx(2 / 4.2)
+        assert overlap(software_executor, alone, queues) == 0
 
 
 def test_waiting_at_once_would_serialise(software_executor, executor_folder):
