@@ -216,6 +216,21 @@ def mixes_expert_gradients(tp: int, ep: int, expert_tp: int) -> bool:
     return ep == 1 and expert_tp != tp
 
 
+def layout_of_run(world: int, ep: int | None, expert_tp: int, **attention: int) -> Layout:
+    """Returns the layout that the options of a command ask for on the `world` ranks that run it.
+
+    Args:
+        ep: None: as many ranks as expert_tp leaves.
+        attention: of tp and cp those that are options of the command.
+
+    Raises:
+        ConfigurationError: see layout_of_options.
+    """
+    sizes = {"--world": world, "--ep": ep or max(1, world // expert_tp), "--expert-tp": expert_tp}
+    sizes |= {f"--{name}": size for name, size in attention.items()}
+    return layout_of_options(sizes, f"the {world} ranks of this run")
+
+
 def layout_of_options(sizes: Mapping[str, int], ranks: str) -> Layout:
     """Returns the layout that a command's options ask for: `--world`, and of --tp, --cp, --pp, --ep and --expert-tp
     those that it has; the others are 1.

@@ -151,8 +151,8 @@ def _differ():
     parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
     try:
         model_parallel_cuda_manual_seed(1)
-        settings = _settings(dispatchers=("monta", "monta:fp8"))
-        layers = layers_under_test(settings, ep=4, device=rank_device())
+        settings = _settings(dispatchers=("monta", "monta:fp8"), ep=4)
+        layers = layers_under_test(settings, device=rank_device())
         found = _differences(layers, "alltoall", tolerance=1e-6)
         assert found.keys() == {"alltoall", "monta", "monta:fp8"} and 1e-3 < max(found["monta:fp8"]) < 0.1
         if dist.get_rank() == 3:
@@ -180,8 +180,8 @@ def _gradients():
     parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
     try:
         model_parallel_cuda_manual_seed(1)
-        settings = _settings(dispatchers=(), routing="one-hot-expert", topk=1, experts=4)
-        under_test = layers_under_test(settings, ep=4, device=rank_device())["alltoall"]
+        settings = _settings(dispatchers=(), routing="one-hot-expert", topk=1, experts=4, ep=4)
+        under_test = layers_under_test(settings, device=rank_device())["alltoall"]
         under_test.results()
         router, (expert, *_) = under_test.layer.router.weight, under_test.layer.experts.parameters()
         assert router.grad.abs().sum() > 0
@@ -211,12 +211,12 @@ def _experts_in_turns():
     from megatron_moe_opt.topology.nodes import NodeMap
     from tests.ranks.layers import layer_with
 
-    settings = _settings()
+    settings = _settings(ep=4)
     travelling = Options(network_levels=(2, 2), domain_sizes=(2, 2))
     sent = []
     with parallel_layer(1, 4, 1, seed=1):
         for_each = travelling, replace(travelling, compression_ratio=4.0)
-        whole, compressed = (layer_with(settings, "expert-migration", 4, one) for one in for_each)
+        whole, compressed = (layer_with(settings, "expert-migration", one) for one in for_each)
         for other in (None, None, whole, compressed, whole):  # the first message is whole
             if other is not None:
                 other.step()
@@ -293,5 +293,5 @@ def test_flex_is_refused_where_it_cannot_run_and_built_as_named_where_it_can(mon
     assert refusal("flex").endswith("its kernels sum rows of bfloat16 alone: add --dtype bf16")
     assert check(_settings(dispatchers=("flex",), dtype="bf16")) is None
     assert "HybridEP, the hybrid-ep branch of DeepEP is not installed" in refusal("flex:hybridep")
-    config = layer_config(_settings(), "flex:hybridep", 4)
+    config = layer_config(_settings(ep=4), "flex:hybridep")
     assert (config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend) == ("flex", "hybridep")

@@ -118,7 +118,7 @@ def judge(profile: Path) -> list[Any]:
     chooser = MontaChooser([2])
     settings = dataclasses.replace(settings, dispatchers=chooser.candidates, dispatch_only=True)
     with parallel(tp=2, ep=2, etp=2):
-        return measure(settings, 2, Cluster.load(profile), [16, 64], chooser, rank_device())
+        return measure(settings, Cluster.load(profile), [16, 64], chooser, rank_device())
 
 
 def test_bench_choice_judges_by_the_fastest(ranks, profile):
@@ -149,7 +149,7 @@ def judge_partitions(profile: Path, budget: int | None) -> list[Any]:
         profile=profile,
     )  # fmt: skip
     with parallel(ep=4):
-        return measure(settings, 4, Cluster.load(profile), [64], chooser, rank_device())
+        return measure(settings, Cluster.load(profile), [64], chooser, rank_device())
 
 
 def test_bench_choice_judges_partitions_and_memory_reuse(ranks, tmp_path):

@@ -20,9 +20,9 @@ def _calls(variant: str) -> tuple[int, dict[tuple[str, str], int]]:
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
     from tools.bench.python_per_op import calls_of_a_step
 
-    settings = LayerSettings((variant,), tokens=32, hidden=16, ffn_hidden=16, experts=8, topk=2)
+    settings = LayerSettings((variant,), tokens=32, hidden=16, ffn_hidden=16, experts=8, topk=2, ep=4)
     with parallel_layer(1, 4, 1, seed=1):
-        layer = layer_under_test(settings, variant, 4, rank_device())
+        layer = layer_under_test(settings, variant, rank_device())
         layer.clear_grads()
         layer.step()
         sizes = [op.size for timeline in layer.observed_step()[0] for op in timeline.schedule.ops]

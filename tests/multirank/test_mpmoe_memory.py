@@ -25,7 +25,7 @@ def measured(partitions: int) -> list[Any]:
     with parallel(ep=world):
         for strategy in STRATEGIES:
             settings = _settings(Shape(HIDDEN, FFN), TOKENS, world, "fp32", f"mpmoe:{partitions}:{strategy}")
-            use[strategy], parameters = measure(settings, world, rank_device())
+            use[strategy], parameters = measure(settings, rank_device())
             states = STATES * parameters
             rows.append(
                 MemoryRow("a shape", TOKENS, partitions, strategy, states, use["none"], use[strategy], predicted)
@@ -65,7 +65,7 @@ def held_of_inputs() -> list[int]:
     world, device, held = dist.get_world_size(), rank_device(), []
     with parallel(ep=world):
         settings = _settings(Shape(HIDDEN, FFN), TOKENS, world, "fp32", f"mpmoe:{PARTITIONS}")
-        layer = layer_under_test(settings, settings.dispatchers[-1], world, device)
+        layer = layer_under_test(settings, settings.dispatchers[-1], device)
         for is_trained in (True, False):
             for name, parameter in layer.layer.experts.named_parameters():
                 parameter.requires_grad_(is_trained or "linear_fc1" not in name)
@@ -86,7 +86,7 @@ def held_by_hops() -> list[int]:
     world = dist.get_world_size()
     with parallel(ep=world):
         return [
-            measure(_settings(Shape(HIDDEN, FFN), TOKENS, world, "fp32", variant), world, rank_device())[0].held
+            measure(_settings(Shape(HIDDEN, FFN), TOKENS, world, "fp32", variant), rank_device())[0].held
             for variant in ("mpmoe:1:hops", "mpmoe:8:hops")
         ]
 

@@ -109,10 +109,10 @@ def _fastermoe_and_stock():
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
 
     register()
-    settings = LayerSettings(("alltoall",), 24, 32, 16, 8, 3, routing="zipf")
+    settings = LayerSettings(("alltoall",), 24, 32, 16, 8, 3, ep=4, routing="zipf")
     with parallel_layer(1, 4, 1, seed=1):
-        stock = layer_under_test(settings, "alltoall", 4, rank_device())
-        layer = timed.fastermoe_layer(settings, 4, rank_device(), ranks=2)
+        stock = layer_under_test(settings, "alltoall", rank_device())
+        layer = timed.fastermoe_layer(settings, rank_device(), ranks=2)
         layer.layer.load_state_dict(stock.layer.state_dict())
         (output, gradients), (expected, of_stock) = layer.results(), stock.results()
         return [

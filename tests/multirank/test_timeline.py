@@ -166,7 +166,7 @@ def _travelling(sizes, **compression):
     options = Options(domain_sizes=sizes, network_levels=(2, 2), **compression)
     with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
         slow_gathers(patch)  # 20 or 40 ms a level
-        layer = layer_with(settings, "expert-migration", 4, options)
+        layer = layer_with(settings, "expert-migration", options)
         layer.observed_step()  # in which compressed experts are whole: nobody has any of them yet
         return record_step(layer, 3, rank_device())
 

@@ -137,14 +137,14 @@ class BesideStock:
         return layer
 
 
-def layer_with(settings: Any, dispatcher: str, ep: int, options: Options) -> Any:
+def layer_with(settings: Any, dispatcher: str, options: Options) -> Any:
     """The layer of the benchmark's LayerSettings with options that no variant's name says, routed by its own router."""
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.integration.measuring.under_test import LayerUnderTest, layer_config
 
     megatron_moe_opt.register(options)
-    layer = build_layer(layer_config(settings, dispatcher, ep))
+    layer = build_layer(layer_config(settings, dispatcher))
     megatron_moe_opt.register()
     tokens, output_grad = (torch.randn(settings.tokens, 1, settings.hidden) for _ in range(2))
     return LayerUnderTest(layer, tokens.requires_grad_(), output_grad)

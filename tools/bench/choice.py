@@ -107,25 +107,20 @@ def bench_choice(
     settings = dataclasses.replace(settings, dispatchers=chooser.candidates, dispatch_only=chooser.dispatch_only)
     check_output_file("--output", output)
     cluster = check(settings)
-    ep = settings.ep_size(world)
+    asked, settings = settings, settings.on(world)
     with megatron_process_group() as device:
-        with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
-            points = measure(settings, ep, cluster, tokens, chooser, device)
+        with parallel_layer(settings.tp, settings.ep, settings.expert_tp, settings.seed):
+            points = measure(settings, cluster, tokens, chooser, device)
         if dist.get_rank() == 0:
-            _print(points, settings, ep, report_console(160))
+            _print(points, settings, report_console(160))
             if output is not None:
-                content = {"settings": asdict(settings), "points": [_as_json(point) for point in points]}
+                content = {"settings": asdict(asked), "points": [_as_json(point) for point in points]}
                 write_text_whole(output, json.dumps(content, indent=2, default=str) + "\n")
     return points
 
 
 def measure(
-    settings: LayerSettings,
-    ep: int,
-    cluster: Cluster,
-    tokens: Sequence[int],
-    chooser: Chooser,
-    device: torch.device,
+    settings: LayerSettings, cluster: Cluster, tokens: Sequence[int], chooser: Chooser, device: torch.device
 ) -> list[ChoicePoint]:
     """Returns the points for each number of tokens, in Megatron's groups of the settings' sizes. A collective call."""
     from megatron_moe_opt.integration.measuring.under_test import layers_under_test
@@ -133,13 +128,13 @@ def measure(
     points = []
     for count in tokens:
         of_size = dataclasses.replace(settings, tokens=count)
-        of_size = dataclasses.replace(of_size, dispatchers=chooser.measured(of_size, ep, device))
-        allowed = chooser.allowed(of_size, ep)
-        layers = layers_under_test(of_size, ep, device)
+        of_size = dataclasses.replace(of_size, dispatchers=chooser.measured(of_size, device))
+        allowed = chooser.allowed(of_size)
+        layers = layers_under_test(of_size, device)
         rounds = time_rounds(layers, of_size, device)
         seconds = {name: statistics.median(times) for name, times in rounds.items()}
         judged = {name: rounds[name] for name in allowed}
-        for chosen in chooser.choose(of_size, ep, cluster, seconds, device):
+        for chosen in chooser.choose(of_size, cluster, seconds, device):
             points.append(
                 ChoicePoint(
                     tokens=count,
@@ -184,8 +179,8 @@ def _as_json(point: ChoicePoint) -> dict[str, Any]:
     return asdict(point) | {"regret": point.regret, "error": point.error, "ratio": point.ratio}
 
 
-def _print(points: list[ChoicePoint], settings: LayerSettings, ep: int, console: Console) -> None:
-    say(console, f"Choice by {settings.profile}. {shape_of(settings, ep)}")
+def _print(points: list[ChoicePoint], settings: LayerSettings, console: Console) -> None:
+    say(console, f"Choice by {settings.profile}. {shape_of(settings)}")
     what = "Dispatch and combine alone" if settings.dispatch_only else "MoE layer"
     headers = ["tokens", "MB a rank", "by", "chosen", "ms", "fastest", "ms", "regret", f"ratio to {settings.baseline}"]
     recorded = any(point.pipelines is not None for point in points)

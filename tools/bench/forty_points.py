@@ -131,12 +131,12 @@ def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
     chooser = AutoChooser((*IN_PARTITIONS, *uncut))
     with parallel_layer(one.tp, one.ep, one.expert_tp, one.seed):
         settings = replace(one, tokens=point.tokens, routing=point.routing, profile=profile)
-        by_plan, by_trials = measure(settings, one.ep, cluster, [point.tokens], chooser, device)
-        balance = routing_balance(settings, one.ep, device)
+        by_plan, by_trials = measure(settings, cluster, [point.tokens], chooser, device)
+        balance = routing_balance(settings, device)
         alone, processors = alone_and_processors(settings, by_trials.best, device)
         wire, inside = seconds_of_links(settings, WHOLE, cluster, device)
         experts = seconds_of_experts(settings, WHOLE, device)
-    workload = workload_of(settings, one.ep, balance, workers)
+    workload = workload_of(settings, balance, workers)
     return Found(
         by_trials.rounds, *partitions_by_profile(workload, cluster), by_trials.chosen, by_plan.chosen,
         by_plan.predicted, wire, inside, experts, alone, processors,

@@ -61,17 +61,17 @@ class Chooser(ABC):
     candidates: tuple[str, ...]
     """Its variants, as `moe-opt bench` takes them."""
 
-    def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
+    def measured(self, settings: LayerSettings, device: torch.device) -> tuple[str, ...]:
         """Returns the candidates to measure for the settings' tokens. A collective call."""
         return self.candidates
 
-    def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
+    def allowed(self, settings: LayerSettings) -> tuple[str, ...]:
         """Returns the candidates among which a choice for the settings' tokens is made."""
         return self.candidates
 
     @abstractmethod
     def choose(
-        self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
+        self, settings: LayerSettings, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
         """Returns what it chooses for the settings' tokens, by each way that it has. A collective call.
 
@@ -93,16 +93,16 @@ class ProfileChooser(Chooser):
         self.asked, self.candidates = asked, tuple(candidates)
 
     def choose(
-        self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
+        self, settings: LayerSettings, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
         """Returns the choice that the profile's predictions lead to."""
         start = time.perf_counter()
-        chosen = self._choice(settings, ep, cluster, device).chosen
+        chosen = self._choice(settings, cluster, device).chosen
         (took,) = slowest([time.perf_counter() - start], device)
         return [Chosen("model", self._as_measured(chosen.variant), schedule_seconds(chosen), took)]
 
-    def _choice(self, settings: LayerSettings, ep: int, cluster: Cluster, device: torch.device) -> Choice:
-        return choose(self.asked, settings.workload(ep), cluster)
+    def _choice(self, settings: LayerSettings, cluster: Cluster, device: torch.device) -> Choice:
+        return choose(self.asked, settings.workload(), cluster)
 
     def _as_measured(self, variant: str) -> str:
         """Returns the name that a variant has among the candidates."""
@@ -146,9 +146,9 @@ class MpmoeChooser(ProfileChooser):
         named = [f"mpmoe:{count}:{strategy}" for strategy in self.strategies for count in self.counts]
         super().__init__([(MPMOE, options)], named)
 
-    def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
+    def allowed(self, settings: LayerSettings) -> tuple[str, ...]:
         """Returns what fits into the budget."""
-        layer = settings.workload(ep)
+        layer = settings.workload()
         return tuple(
             f"mpmoe:{count}:{strategy}"
             for strategy in self.strategies
@@ -156,10 +156,10 @@ class MpmoeChooser(ProfileChooser):
             if self.budget is None or activation_bytes(layer, layer.rows, count, strategy) <= self.budget
         )
 
-    def _choice(self, settings: LayerSettings, ep: int, cluster: Cluster, device: torch.device) -> Choice:
-        layer = settings.workload(ep)
+    def _choice(self, settings: LayerSettings, cluster: Cluster, device: torch.device) -> Choice:
+        layer = settings.workload()
         if settings.capacity_factor is None:  # as the dispatcher goes by the rows of a pass
-            of_world = routing_balance(settings, ep, device).of_rank
+            of_world = routing_balance(settings, device).of_rank
             rows = [of_world[rank] // settings.expert_tp for rank in cluster.world.layout.groups("ep")[0]]
             layer = with_rows(layer, rows_as_even(rows, cluster))
         return choose(self.asked, layer, cluster, self.budget)
@@ -189,12 +189,12 @@ class AutoChooser(Chooser):
         self._besides = besides
         self._measured: tuple[str, ...] = ()
 
-    def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
+    def measured(self, settings: LayerSettings, device: torch.device) -> tuple[str, ...]:
         """Has auto choose, and returns what it tried, what was predicted to be fast, and what is measured besides."""
         from megatron_moe_opt.integration.auto.auto_layer import current_controller
         from megatron_moe_opt.integration.measuring.under_test import layer_under_test
 
-        layer_under_test(settings, AUTO, ep, device)
+        layer_under_test(settings, AUTO, device)
         self._controller = current_controller()
         predicted = self._controller.predicted
         of_families: dict[tuple[str, bool], list[str]] = {}
@@ -206,12 +206,12 @@ class AutoChooser(Chooser):
         self._measured = tuple(dict.fromkeys([*self._controller.measured, *fastest, *self._besides]))
         return self._measured
 
-    def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
+    def allowed(self, settings: LayerSettings) -> tuple[str, ...]:
         """Returns what is measured, stock too."""
         return self._measured
 
     def choose(
-        self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
+        self, settings: LayerSettings, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
         """Returns what auto planned and kept when `measured` was called."""
         controller = self._controller

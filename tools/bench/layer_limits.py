@@ -27,7 +27,7 @@ def alone_and_processors(settings: LayerSettings, variant: str, device: Any) -> 
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
     from megatron_moe_opt.topology.agreement import known_to_all
 
-    layer = layer_under_test(settings, variant, settings.ep_size(dist.get_world_size()), device)
+    layer = layer_under_test(settings, variant, device)
     cores, seconds, busy = tuple(sorted(os.sched_getaffinity(0))), [], []
     for step in range(WARM_STEPS + STEPS_ALONE):
         layer.clear_grads()
@@ -48,12 +48,10 @@ def seconds_of_experts(settings: LayerSettings, variant: str, device: Any) -> fl
     """Returns the seconds of the experts' ops, forward and backward, in a step under a variant: the median of steps, of
     the slowest rank. In one partition nothing else runs meanwhile. A collective call over the world.
     """
-    import torch.distributed as dist
-
     from megatron_moe_opt.integration.measuring.timing import slowest
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
 
-    layer = layer_under_test(settings, variant, settings.ep_size(dist.get_world_size()), device)
+    layer = layer_under_test(settings, variant, device)
     steps = (layer.observed_step()[0] for _ in range(WARM_STEPS + STEPS_ALONE))
     busy = [sum(timeline.busy(Lane.COMPUTE) for timeline in timelines) for timelines in steps]
     return statistics.median(slowest(busy[WARM_STEPS:], device))
@@ -64,15 +62,13 @@ def seconds_of_links(settings: LayerSettings, variant: str, cluster: Cluster, de
     bytes inside nodes: as they are counted, at the rates that all ranks reach at once. A collective call over the
     world.
     """
-    import torch.distributed as dist
-
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
     from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
     from megatron_moe_opt.topology.agreement import known_to_all
     from megatron_moe_opt.topology.nodes import discover_nodes
 
     nodes = discover_nodes()
-    layer = layer_under_test(settings, variant, settings.ep_size(dist.get_world_size()), device)
+    layer = layer_under_test(settings, variant, device)
     layer.clear_grads()
     with TrafficCounter(nodes) as counter:
         layer.step()

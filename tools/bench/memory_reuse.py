@@ -155,7 +155,7 @@ def _measure_all(
                 use: dict[str, MemoryUse] = {}
                 for strategy in (NONE, *strategies):
                     settings = _settings(shape, tokens, world, dtype, f"mpmoe:{count}:{strategy}")
-                    use[strategy], parameters = measure(settings, world, device)
+                    use[strategy], parameters = measure(settings, device)
                 for strategy in strategies:
                     yield MemoryRow(
                         name, tokens, count, strategy, STATES * parameters, use[NONE], use[strategy],
@@ -167,11 +167,11 @@ def _settings(shape: Shape, tokens: int, experts: int, dtype: str, variant: str)
     return LayerSettings((variant,), tokens, shape.hidden, shape.ffn_hidden, experts, 1, ep=experts, dtype=dtype)
 
 
-def measure(settings: LayerSettings, ep: int, device: torch.device) -> tuple[MemoryUse, int]:
+def measure(settings: LayerSettings, device: torch.device) -> tuple[MemoryUse, int]:
     """One step of the last of the settings' dispatchers. Returns its use, and the bytes of this rank's parameters."""
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
 
-    layer = layer_under_test(settings, settings.dispatchers[-1], ep, device)
+    layer = layer_under_test(settings, settings.dispatchers[-1], device)
     use = _of_one_step(layer, device)
     largest = torch.tensor([use.held, use.peak, use.host], device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)

@@ -60,11 +60,11 @@ def time_one(point: Point, cluster: Cluster, device: Any) -> PartitionsFound:
     one, world = point.shape.layer, cluster.world
     settings = replace(one, tokens=point.tokens, routing=point.routing, dispatchers=IN_PARTITIONS)
     with parallel_layer(one.tp, one.ep, one.expert_tp, one.seed):
-        layers = layers_under_test(settings, one.ep, device)
+        layers = layers_under_test(settings, device)
         del layers[settings.baseline]
         rounds = time_rounds(layers, settings, device)
-        balance = routing_balance(settings, one.ep, device)
-    workload = workload_of(settings, one.ep, balance, levels_of_layout(world.layout, world.nodes))
+        balance = routing_balance(settings, device)
+    workload = workload_of(settings, balance, levels_of_layout(world.layout, world.nodes))
     return PartitionsFound(rounds, *partitions_by_profile(workload, cluster))
 
 

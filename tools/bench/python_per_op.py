@@ -47,13 +47,14 @@ def main() -> None:
 
     megatron_moe_opt.register()
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+    world = dist.get_world_size()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=world)
     model_parallel_cuda_manual_seed(1)
     variants = tuple(name.format(parts) for name, counts in PAIRS.items() for parts in counts)
-    settings = LayerSettings(variants, tokens=64, hidden=16, ffn_hidden=16, experts=2 * dist.get_world_size(), topk=2)
+    settings = LayerSettings(variants, tokens=64, hidden=16, ffn_hidden=16, experts=2 * world, topk=2, ep=world)
     microseconds: dict[str, float] = {}
     for variant in variants:
-        layer = layer_under_test(settings, variant, dist.get_world_size(), torch.device("cpu"))
+        layer = layer_under_test(settings, variant, torch.device("cpu"))
         microseconds[variant] = _of_a_step(layer, args.steps)
         ops = sum(len(timeline.schedule.ops) for timeline in layer.observed_step()[0])
         each = microseconds[variant] / ops

@@ -273,10 +273,13 @@ def _config(dispatcher: str, settings: SampleSettings, trace: RoutingTrace) -> A
 
     _, layers, _, length, topk = trace.experts.shape
     ffn, heads = settings.ffn_hidden or 1, max(1, settings.hidden // 64)
-    layer = LayerSettings((dispatcher,), length, settings.hidden, ffn, trace.num_experts, topk, dtype=settings.dtype)
+    layer = LayerSettings(
+        (dispatcher,), length, settings.hidden, ffn, trace.num_experts, topk, ep=dist.get_world_size(),
+        dtype=settings.dtype,
+    )  # fmt: skip
     changes = {"num_layers": layers, "hidden_dropout": 0.0, "attention_dropout": 0.0, "num_attention_heads": heads}
     changes |= {"moe_enable_routing_replay": False}
-    return layer_config(layer, dispatcher, dist.get_world_size(), **changes)
+    return layer_config(layer, dispatcher, **changes)
 
 
 def _decided_share(settings: SampleSettings, trace: RoutingTrace, nodes: NodeMap) -> float:

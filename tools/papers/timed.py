@@ -78,11 +78,11 @@ class Point:
 
     def profile_settings(self) -> ProfileSettings:
         """Returns what is profiled for it, which serves all points of the same."""
-        layer, ranks = self.layer, self.links.ranks
+        ranks = self.links.ranks
+        layer = self.layer.on(2 * ranks)
         return ProfileSettings(
-            layer.tp, 1, layer.ep_size(2 * ranks), layer.expert_tp, layer.hidden, layer.ffn_hidden, layer.dtype,
-            PROFILE_SECONDS[ranks],
-        )  # fmt: skip
+            layer.tp, 1, layer.ep, layer.expert_tp, layer.hidden, layer.ffn_hidden, layer.dtype, PROFILE_SECONDS[ranks]
+        )
 
 
 @dataclass
@@ -274,16 +274,16 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
     from megatron_moe_opt.planning.predicting.parm import ParmFits, algorithm_1
     from megatron_moe_opt.topology.domains import levels_of_layout
 
-    settings, nodes = point.layer, cluster.world.nodes
-    ep = settings.ep_size(len(nodes))
-    with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
-        layers = layers_under_test(settings, ep, device)
+    nodes = cluster.world.nodes
+    settings = point.layer.on(len(nodes))
+    with parallel_layer(settings.tp, settings.ep, settings.expert_tp, settings.seed):
+        layers = layers_under_test(settings, device)
         if FASTERMOE in point.variants:
-            layers[FASTERMOE] = fastermoe_layer(settings, ep, device, point.links.ranks)
+            layers[FASTERMOE] = fastermoe_layer(settings, device, point.links.ranks)
         seconds = time_rounds(layers, settings, device)
-        balance = routing_balance(settings, ep, device)
-    predicted = dict(predict_layer(settings, ep, balance, nodes, cluster).seconds)
-    work = workload_of(settings, ep, balance, levels_of_layout(cluster.world.layout, nodes))
+        balance = routing_balance(settings, device)
+    predicted = dict(predict_layer(settings, balance, nodes, cluster).seconds)
+    work = workload_of(settings, balance, levels_of_layout(cluster.world.layout, nodes))
     chosen = {}
     if "deepspeed" in settings.dispatchers:
         predicted["deepspeed"] = deepspeed(LayerOnCluster(work, cluster)).seconds
@@ -295,12 +295,12 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
     return Timed({name: list(map(float, one)) for name, one in seconds.items()}, predicted, chosen)
 
 
-def fastermoe_layer(settings: LayerSettings, ep: int, device: Any, ranks: int) -> Any:
+def fastermoe_layer(settings: LayerSettings, device: Any, ranks: int) -> Any:
     """Returns the layer under FasterMoE's schedule with groups of so many ranks, ready for a step."""
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test
     from tools.papers.fastermoe import GROUPS, FasterMoeDispatcher
 
-    under_test = layer_under_test(settings, f"mpmoe:{GROUPS}", ep, device)
+    under_test = layer_under_test(settings, f"mpmoe:{GROUPS}", device)
     plugged = under_test.layer.token_dispatcher
     plugged.dispatcher = FasterMoeDispatcher(plugged.dispatcher.groups, ranks)
     return under_test

@@ -40,7 +40,7 @@ def balance(chosen: Sequence[Sequence[int]], layout: Layout) -> RoutingBalance:
     return RoutingBalance(tuple(map(sum, zip(*chosen, strict=True))), tuple(of_rank))
 
 
-def routing_balance(settings: LayerSettings, ep: int, device: torch.device) -> RoutingBalance:
+def routing_balance(settings: LayerSettings, device: torch.device) -> RoutingBalance:
     """Returns the balance of the settings' routing on the ranks of this run. A collective call over the world."""
     import torch
     import torch.distributed as dist
@@ -62,7 +62,7 @@ def routing_balance(settings: LayerSettings, ep: int, device: torch.device) -> R
     chosen[rank] = experts.flatten().bincount(minlength=settings.experts)
     chosen = chosen.to(device)
     dist.all_reduce(chosen)
-    return balance(chosen.tolist(), Layout(world, tp=settings.tp, ep=ep, expert_tp=settings.expert_tp))
+    return balance(chosen.tolist(), settings.layout(world))
 
 
 def max_over_mean(rows: Sequence[int]) -> float:

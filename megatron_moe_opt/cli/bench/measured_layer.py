@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -78,6 +78,7 @@ class LayerReport:
     """All that a run of `moe-opt bench` has measured and predicted."""
 
     settings: LayerSettings
+    """What the command was asked for: `ep` may be None, and is among the facts of the environment."""
     environment: dict[str, Any]
     nodes: NodeMap
     rates: LinkRates
@@ -105,10 +106,10 @@ def conditions(report: LayerReport) -> list[str]:
         f"{environment['world size']} ranks on {report.nodes.num_nodes} node(s), {environment['device']}, "
         f"{environment['backend']}, {environment['cpus']} CPUs, {environment['threads of a rank']} thread(s) a rank"
     )
-    settings = report.settings
+    settings = replace(report.settings, ep=environment["ep"])
     what = "Dispatch and combine alone" if settings.dispatch_only else "MoE layer"
     return [
-        f"{what}, forward + backward. {shape_of(settings, environment['ep'])}",
+        f"{what}, forward + backward. {shape_of(settings)}",
         f"{software}; {machine}",
         f"seed {settings.seed}, {settings.warmup} warm-up and {settings.steps} timed rounds, interleaved; a round's "
         "time is the slowest rank's",
@@ -116,7 +117,7 @@ def conditions(report: LayerReport) -> list[str]:
     ]
 
 
-def shape_of(settings: LayerSettings, ep: int) -> str:
+def shape_of(settings: LayerSettings) -> str:
     """Returns the workload and the layout in one line."""
     capacity = ""
     if settings.capacity_factor is not None:
@@ -125,7 +126,7 @@ def shape_of(settings: LayerSettings, ep: int) -> str:
     expert_hidden = "" if settings.dispatch_only else f"expert hidden {settings.ffn_hidden}, "
     return (
         f"{settings.tokens} tokens a rank, hidden {settings.hidden}, {expert_hidden}{settings.experts} experts, "
-        f"top-{settings.topk}, {settings.dtype}, TP {settings.tp}, EP {ep}, expert-TP {settings.expert_tp}, "
+        f"top-{settings.topk}, {settings.dtype}, TP {settings.tp}, EP {settings.ep}, expert-TP {settings.expert_tp}, "
         f"routing {settings.routing}{capacity}{held}"
     )
 

@@ -16,7 +16,6 @@ from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.systems.expert_migration import without_ratio
 from megatron_moe_opt.topology.domains import levels_if_even
-from megatron_moe_opt.topology.layouts import Layout
 from megatron_moe_opt.variants import split_variant, whole_variant
 
 
@@ -31,7 +30,7 @@ class Predicted:
 
 
 def predict_layer(
-    settings: LayerSettings, ep: int, balance: RoutingBalance, nodes: tuple[int, ...], cluster: Cluster
+    settings: LayerSettings, balance: RoutingBalance, nodes: tuple[int, ...], cluster: Cluster
 ) -> Predicted:
     """Returns what a step of each of the settings' dispatchers would take on the cluster.
 
@@ -44,8 +43,8 @@ def predict_layer(
     ):
         if is_asked:
             return Predicted(missing=dict.fromkeys(settings.dispatchers, reason))
-    workers = levels_if_even(Layout(len(nodes), tp=settings.tp, ep=ep, expert_tp=settings.expert_tp), nodes)
-    workload = workload_of(settings, ep, balance, workers)
+    workers = levels_if_even(settings.layout(len(nodes)), nodes)
+    workload = workload_of(settings, balance, workers)
     seconds: dict[str, float] = {}
     missing: dict[str, str] = {}
     for ratio, names in _by_ratio(settings).items():
@@ -92,7 +91,7 @@ def _by_ratio(settings: LayerSettings) -> dict[float, dict[str, str]]:
     return found
 
 
-def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, workers: tuple[int, ...]) -> LayerWorkload:
+def workload_of(settings: LayerSettings, balance: RoutingBalance, workers: tuple[int, ...]) -> LayerWorkload:
     """Returns the layer that `settings` describe as the planner takes it.
 
     Args:
@@ -102,7 +101,7 @@ def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, worke
     if capacity is not None:
         imbalance = 1.0 if settings.pad_to_capacity else min(imbalance, capacity)
     return replace(
-        settings.workload(ep),
+        settings.workload(),
         imbalance=imbalance,
         rank_rows=() if capacity is not None else balance.of_rank,
         workers=workers,

@@ -104,7 +104,7 @@ def check(settings: LayerSettings) -> Cluster | None:
     cluster.check_groups(
         settings.profile,
         OUR_FLAGS,
-        ep=settings.ep_size(world),
+        ep=settings.layout(world).ep,
         expert_tp=settings.expert_tp,
         tp=settings.tp if settings.replicated else None,
     )
@@ -122,9 +122,9 @@ def run(
     """
     from megatron_moe_opt.integration.measuring.under_test import fused, layers_under_test
 
-    ep = settings.ep_size(dist.get_world_size())
-    with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
-        layers = layers_under_test(settings, ep, device)
+    asked, settings = settings, settings.on(dist.get_world_size())
+    with parallel_layer(settings.tp, settings.ep, settings.expert_tp, settings.seed):
+        layers = layers_under_test(settings, device)
         nodes = discover_nodes()
         rates = measure_links(nodes, device)
         differences = _differences(layers, settings.baseline, TOLERANCE[settings.dtype])
@@ -135,7 +135,7 @@ def run(
             if record
             else {}
         )
-        balance = routing_balance(settings, ep, device)
+        balance = routing_balance(settings, device)
     results = tuple(
         DispatcherResult(
             name,
@@ -146,9 +146,9 @@ def run(
         )  # fmt: skip
         for name in layers
     )
-    environment = _environment(ep, device, fused(torch_dtype(settings.dtype)))
-    predicted = Predicted() if cluster is None else predict_layer(settings, ep, balance, nodes.node_of, cluster)
-    return LayerReport(settings, environment, nodes, rates, results, balance, predicted, recorded)
+    environment = _environment(settings.ep, device, fused(torch_dtype(settings.dtype)))
+    predicted = Predicted() if cluster is None else predict_layer(settings, balance, nodes.node_of, cluster)
+    return LayerReport(asked, environment, nodes, rates, results, balance, predicted, recorded)
 
 
 def _differences(layers: dict[str, LayerUnderTest], baseline: str, tolerance: float) -> dict[str, tuple[float, float]]:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from megatron_moe_opt.cli.console import progress, report_console, say, say_written
 from megatron_moe_opt.cli.profile.curves_table import curves_table, interference_table
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group
-from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.measuring.layer_settings import check_ffn_hidden
 from megatron_moe_opt.integration.measuring.parallel_layer import parallel_layer
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.topology.domains import levels_if_even
-from megatron_moe_opt.topology.layouts import Layout, layout_of_options
+from megatron_moe_opt.topology.layouts import Layout, layout_of_run
 from megatron_moe_opt.topology.nodes import discover_nodes
 
 
@@ -41,13 +41,8 @@ class ProfileSettings:
         Raises:
             ConfigurationError: the option, its value and the way out.
         """
-        ep = self.ep or max(1, world // self.expert_tp)
-        sizes = {"--world": world, "--tp": self.tp, "--cp": self.cp, "--ep": ep, "--expert-tp": self.expert_tp}
-        layout = layout_of_options(sizes, f"the {world} ranks of this run")
-        if self.ffn_hidden % self.expert_tp:
-            raise ConfigurationError(
-                f"--expert-tp {self.expert_tp} does not divide --ffn-hidden {self.ffn_hidden}: choose a divisor"
-            )
+        layout = layout_of_run(world, self.ep, self.expert_tp, tp=self.tp, cp=self.cp)
+        check_ffn_hidden(self.ffn_hidden, self.expert_tp)
         return layout
 
 

@@ -63,20 +63,20 @@ def layer_timeline(settings: LayerSettings, rank: int | None, files: Sequence[Pa
     if rank is not None and rank >= world:
         raise ConfigurationError(f"--rank {rank} is not one of the {world} ranks of this run: choose 0 to {world - 1}")
     cluster = check(settings)
-    ep = settings.ep_size(world)
-    costs = None if cluster is None else _costs(settings, ep, cluster)
+    settings = settings.on(world)
+    costs = None if cluster is None else _costs(settings, cluster)
     with megatron_process_group() as device:
-        with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
-            step = _record(settings, ep, device, rank)
+        with parallel_layer(settings.tp, settings.ep, settings.expert_tp, settings.seed):
+            step = _record(settings, device, rank)
         if costs is not None:
             predicted = {name: cluster.simulate(timeline.schedule, costs) for name, timeline in step.measured.items()}
             step = replace(step, predicted=predicted)
         if dist.get_rank() == 0:
-            _report(step, settings, ep, files)
+            _report(step, settings, files)
     return step
 
 
-def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Callable[[Op], float]:
+def _costs(settings: LayerSettings, cluster: Cluster) -> Callable[[Op], float]:
     """Returns a function of an op that gives the seconds which the ops of the settings' schedules cost.
 
     Raises:
@@ -87,16 +87,16 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Callable[[Op],
     _, options = split_variant(_variant(settings), settings.profile)
     world = cluster.world
     workers = levels_of_layout(world.layout, world.nodes) if HOPS in options.ways else ()
-    layer = replace(settings.workload(ep), workers=workers)
+    layer = replace(settings.workload(), workers=workers)
     check_choice([(MPMOE, options)], layer, cluster)
     return costs_of(LayerOnCluster(layer, cluster), options.ways[0], MPMOE.domains(options, workers))
 
 
-def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | None) -> StepTimelines:
+def _record(settings: LayerSettings, device: torch.device, rank: int | None) -> StepTimelines:
     """Returns the recorded step. A collective call over the world; the same answer on every rank."""
     from megatron_moe_opt.integration.measuring.under_test import layers_under_test
 
-    layer = layers_under_test(settings, ep, device)[_variant(settings)]
+    layer = layers_under_test(settings, device)[_variant(settings)]
     for _ in range(settings.warmup):
         layer.observed_step()
     recorded = record_step(layer, settings.steps, device, rank)
@@ -109,8 +109,8 @@ def _variant(settings: LayerSettings) -> str:
     return variant
 
 
-def _report(step: StepTimelines, settings: LayerSettings, ep: int, files: Sequence[Path]) -> None:
+def _report(step: StepTimelines, settings: LayerSettings, files: Sequence[Path]) -> None:
     console = report_console(160)
-    say(console, f"{shape_of(settings, ep)}; rank {step.rank}")
+    say(console, f"{shape_of(settings)}; rank {step.rank}")
     console.print(timelines_table(_variant(settings), step.predicted, step.measured))
     write_timelines(step.joined(f"{_variant(settings)}, rank {step.rank}"), files, console)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.row_format import LANE_BYTES
 from megatron_moe_opt.systems import system_of
-from megatron_moe_opt.topology.layouts import Layout, layout_of_options
+from megatron_moe_opt.topology.layouts import Layout, layout_of_run
 from megatron_moe_opt.variants import FLEX, split_variant
 
 if TYPE_CHECKING:
@@ -29,6 +29,12 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
+def check_ffn_hidden(ffn_hidden: int, expert_tp: int) -> None:
+    """Refuses, with ConfigurationError, experts that expert tensor parallelism does not cut into equal parts."""
+    if ffn_hidden % expert_tp:
+        raise ConfigurationError(f"--expert-tp {expert_tp} does not divide --ffn-hidden {ffn_hidden}: choose a divisor")
+
+
 @dataclass(frozen=True)
 class LayerSettings:
     """The options of `moe-opt bench`; sizes of one rank where it matters."""
@@ -42,7 +48,7 @@ class LayerSettings:
     topk: int
     tp: int = 1
     ep: int | None = None
-    """Expert parallelism; None: as many ranks as expert_tp leaves."""
+    """Expert parallelism; None: as many ranks as expert_tp leaves, until `on` says how many these are."""
     expert_tp: int = 1
     dtype: str = "fp32"
     """Type of tokens and weights: fp32 or bf16."""
@@ -70,16 +76,19 @@ class LayerSettings:
         """Returns what times are compared with: stock; where stock refuses to train, the papers' reference schedule."""
         return REPLICATED_BASELINE if self.replicated else ALLTOALL
 
-    def ep_size(self, world: int) -> int:
-        """Returns the size of expert parallelism on `world` ranks."""
-        return self.ep or max(1, world // self.expert_tp)
-
     def layout(self, world: int) -> Layout:
         """Returns the groups that these sizes make on `world` ranks. Raises ConfigurationError."""
-        sizes = {"--world": world, "--tp": self.tp, "--ep": self.ep_size(world), "--expert-tp": self.expert_tp}
-        return layout_of_options(sizes, f"the {world} ranks of this run")
+        return layout_of_run(world, self.ep, self.expert_tp, tp=self.tp)
 
-    def workload(self, ep: int) -> LayerWorkload:
+    def on(self, world: int) -> LayerSettings:
+        """Returns these settings with the `ep` that they have on `world` ranks: layers are built and predicted by it.
+
+        Raises:
+            ConfigurationError: see `layout`.
+        """
+        return replace(self, ep=self.layout(world).ep)
+
+    def workload(self) -> LayerWorkload:
         """Returns the layer as the planner takes it, routed evenly."""
         return LayerWorkload(
             tokens=self.tokens,
@@ -90,7 +99,7 @@ class LayerSettings:
             topk=self.topk,
             element_bytes=torch_dtype(self.dtype).itemsize,
             lane_bytes=LANE_BYTES,
-            ep=ep,
+            ep=self.ep,
             etp=self.expert_tp,
             tp=self.tp if self.replicated else 1,
             capacity_factor=self.capacity_factor if self.pad_to_capacity else None,
@@ -118,10 +127,7 @@ class LayerSettings:
             )
         if self.topk > self.experts:
             raise ConfigurationError(f"--topk {self.topk} is more than --experts {self.experts}: choose at most that")
-        if self.ffn_hidden % self.expert_tp:
-            raise ConfigurationError(
-                f"--expert-tp {self.expert_tp} does not divide --ffn-hidden {self.ffn_hidden}: choose a divisor"
-            )
+        check_ffn_hidden(self.ffn_hidden, self.expert_tp)
         if self.replicated and self.tp == 1:
             raise ConfigurationError("--replicated is about the ranks of a TP group: give --tp 2 or more, or drop it")
         stock = [name for name in self.dispatchers if name.partition(":")[0] in STOCK]

@@ -46,7 +46,7 @@ def local_work(
     points: dict[str, list[tuple[int, float]]] = {whose: [] for whose in DISPATCHERS}
 
     def steps(tokens: int) -> list[Callable[[], Any]]:
-        layers = layers_under_test(_settings(rows, tokens, 1), 1, rows.device, alone, **fused)
+        layers = layers_under_test(_settings(rows, tokens, 1), rows.device, alone, **fused)
         return [layers[name].step for name in DISPATCHERS.values()]
 
     tokens = [rows.number(size, TOPK) // TOPK for size in sizes]
@@ -75,7 +75,7 @@ def rank_experts(
     of_expert = 2 * rows.hidden * ffn_hidden * (2 * rows.dtype.itemsize + torch.float32.itemsize)
     number = int(max(1, min(most, MOST_EXPERTS, min(MOST_BYTES, room) // of_expert)))
     settings = replace(_settings(rows, 1, ffn_hidden), experts=number, topk=1)
-    experts = layer_under_test(settings, DISPATCHERS[STOCK], 1, rows.device, alone, **fused).layer.experts
+    experts = layer_under_test(settings, DISPATCHERS[STOCK], rows.device, alone, **fused).layer.experts
     # No expert is borrowed here: the parameters of other ranks' are none.
     own = Experts(lambda tokens, counts, probs, _: experts(tokens, counts, probs)[0], tuple(experts.parameters()))
     return RankExperts(own, number)
@@ -104,5 +104,7 @@ def compute_sharing(
 
 def _settings(rows: Rows, tokens: int, ffn_hidden: int) -> LayerSettings:
     dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[rows.dtype]
-    dispatchers = tuple(DISPATCHERS.values())
-    return LayerSettings(dispatchers, tokens, rows.hidden, ffn_hidden, EXPERTS, TOPK, dtype=dtype, dispatch_only=True)
+    return LayerSettings(
+        tuple(DISPATCHERS.values()), tokens, rows.hidden, ffn_hidden, EXPERTS, TOPK, ep=1, dtype=dtype,
+        dispatch_only=True,
+    )  # fmt: skip

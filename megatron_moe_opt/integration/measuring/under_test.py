@@ -41,11 +41,12 @@ def fused(dtype: torch.dtype) -> dict[str, bool]:
     return {"moe_permute_fusion": is_here, "moe_grouped_gemm": is_here and dtype is torch.bfloat16}
 
 
-def layer_config(settings: LayerSettings, variant: str, ep: int, **changes: Any) -> TransformerConfig:
+def layer_config(settings: LayerSettings, variant: str, **changes: Any) -> TransformerConfig:
     """Returns Megatron's configuration of the layer: no biases, no auxiliary loss, router in fp32, imposed routing, and
     what is `fused`.
 
     Args:
+        settings: of a layer whose `ep` is known, see LayerSettings.on.
         changes: fields of the configuration in the place of these.
     """
     dtype = torch_dtype(settings.dtype)
@@ -74,7 +75,7 @@ def layer_config(settings: LayerSettings, variant: str, ep: int, **changes: Any)
         bias_activation_fusion=False,
         tensor_model_parallel_size=settings.tp,
         sequence_parallel=settings.tp > 1 and not settings.replicated,
-        expert_model_parallel_size=ep,
+        expert_model_parallel_size=settings.ep,
         expert_tensor_parallel_size=settings.expert_tp,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
@@ -195,28 +196,24 @@ class ReturnTokens(torch.autograd.Function):
 
 
 def layers_under_test(
-    settings: LayerSettings, ep: int, device: torch.device, groups: Any = None, **changes: Any
+    settings: LayerSettings, device: torch.device, groups: Any = None, **changes: Any
 ) -> dict[str, LayerUnderTest]:
     """Returns one layer for each dispatcher: same weights, input, routing and output gradient. Arguments: see below."""
     layers: dict[str, LayerUnderTest] = {}
     for variant in settings.dispatchers:
-        layers[variant] = layer_under_test(settings, variant, ep, device, groups, **changes)
+        layers[variant] = layer_under_test(settings, variant, device, groups, **changes)
         first = next(iter(layers.values())).layer
         layers[variant].layer.load_state_dict(first.state_dict())
     return layers
 
 
 def layer_under_test(
-    settings: LayerSettings,
-    variant: str,
-    ep: int,
-    device: torch.device,
-    groups: Any = None,
-    **changes: Any,
+    settings: LayerSettings, variant: str, device: torch.device, groups: Any = None, **changes: Any
 ) -> LayerUnderTest:
     """Returns the layer of a variant (see split_variant), ready for a step.
 
     Args:
+        settings: see layer_config.
         groups: Megatron's ProcessGroupCollection in the place of the groups that it has made.
         changes: see layer_config.
     """
@@ -235,7 +232,7 @@ def layer_under_test(
     )
     dispatcher, options = split_variant(variant, settings.profile)
     register(options)
-    layer = build_layer(layer_config(settings, variant, ep, **changes), groups)
+    layer = build_layer(layer_config(settings, variant, **changes), groups)
     common = layer, tokens.requires_grad_(), output_grad
     if settings.dispatch_only:
         routing_map = torch.zeros(settings.tokens, settings.experts, dtype=torch.bool, device=device)

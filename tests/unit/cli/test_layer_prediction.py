@@ -82,8 +82,8 @@ def test_names(dispatcher, name):
 
 
 def test_times_and_reasons():
-    made = predict_layer(SETTINGS, 2, EVEN, NODES, CLUSTER)
-    found, _ = candidates(workload_of(SETTINGS, 2, EVEN, (2,)), CLUSTER)
+    made = predict_layer(SETTINGS, EVEN, NODES, CLUSTER)
+    found, _ = candidates(workload_of(SETTINGS, EVEN, (2,)), CLUSTER)
     seconds = {one.variant: one.seconds for one in found}
     assert made.seconds == {
         "alltoall": seconds["alltoall"],
@@ -103,7 +103,7 @@ def test_a_variant_that_names_a_ratio_is_predicted_for_it():
     known = describe(H100_IB400, Layout(16, ep=16), 2048, 4096)
     names = ("expert-migration:2x1", "expert-migration:2x1:r50", "expert-migration:2x1:r50:fp8")
     settings = replace(SETTINGS, dispatchers=names, hidden=2048, ffn_hidden=4096, experts=16, tp=1, ep=16, expert_tp=1)
-    made = predict_layer(settings, 16, RoutingBalance((96,) * 16, (96,) * 16), (0,) * 8 + (1,) * 8, known)
+    made = predict_layer(settings, RoutingBalance((96,) * 16, (96,) * 16), (0,) * 8 + (1,) * 8, known)
     whole, compressed = (made.seconds[name] for name in names[:2])
     assert compressed < whole and names[2] in made.missing  # formats are predicted where they are asked for
     for setting in ("2x1:50", "2x1:r0.5", "r50", "2x1:c0", "2x1:r50:c2"):
@@ -116,15 +116,15 @@ def test_a_variant_that_names_a_ratio_is_predicted_for_it():
 def test_what_cannot_be_predicted_says_why():
     blind = replace(CLUSTER, expert_gemm=None)
     reason = "the profile has no expert: measure this cluster again with moe-opt profile"
-    assert predict_layer(SETTINGS, 2, EVEN, NODES, blind).missing == dict.fromkeys(SETTINGS.dispatchers, reason)
+    assert predict_layer(SETTINGS, EVEN, NODES, blind).missing == dict.fromkeys(SETTINGS.dispatchers, reason)
     for other, reason in (({"dispatch_only": True}, "whole layers"), ({"shared_ffn_hidden": 8}, "without shared")):
-        found = predict_layer(replace(SETTINGS, **other), 2, EVEN, NODES, CLUSTER)
+        found = predict_layer(replace(SETTINGS, **other), EVEN, NODES, CLUSTER)
         assert not found.seconds and all(reason in said for said in found.missing.values())
 
 
 def test_the_busiest_rank_counts():
     skewed = RoutingBalance((24,) * 8, (192,) * 4 + (0,) * 4)
-    even, uneven = (predict_layer(SETTINGS, 2, made, NODES, CLUSTER).seconds["alltoall"] for made in (EVEN, skewed))
+    even, uneven = (predict_layer(SETTINGS, made, NODES, CLUSTER).seconds["alltoall"] for made in (EVEN, skewed))
     assert uneven > 1.2 * even
 
 
@@ -139,7 +139,7 @@ def test_the_busiest_rank_counts():
     ],
 )
 def test_workload(changes, imbalance, capacity, tp):
-    made = workload_of(replace(SETTINGS, **changes), 2, RoutingBalance((1,) * 8, (2, 0)), (2, 4))
+    made = workload_of(replace(SETTINGS, **changes), RoutingBalance((1,) * 8, (2, 0)), (2, 4))
     assert (made.imbalance, made.capacity_factor, made.tp) == (imbalance, capacity, tp)
     assert (made.tokens, made.hidden, made.ffn, made.element_bytes) == (48, 64, 32, 2)
     assert made.workers == (2, 4)

@@ -67,7 +67,7 @@ def test_the_report_of_a_benchmark_has_them(case):
         tuple(seconds), layer.tokens, layer.hidden, layer.ffn * layer.etp, layer.experts, layer.topk,
         tp=4 if layer.etp > 1 else 1, ep=layer.ep, expert_tp=layer.etp, replicated=layer.tp > 1,
     )  # fmt: skip
-    predicted = predict_layer(settings, layer.ep, RoutingBalance((), (int(ROWS),) * 8), NODES, measured)
+    predicted = predict_layer(settings, RoutingBalance((), (int(ROWS),) * 8), NODES, measured)
     assert {name: predicted.seconds[name] for name in seconds} == seconds
 
 

@@ -18,5 +18,5 @@ def test_auto_is_held_against_the_best_of_every_system_but_none_that_is_hopeless
     )
     monkeypatch.setattr(moe_layer, "layer_under_test", lambda *_: None)
     monkeypatch.setattr(auto_layer, "current_controller", lambda: controller)
-    measured = AutoChooser().measured(None, 2, None)
+    measured = AutoChooser().measured(None, None)
     assert measured == ("mpmoe:4", "alltoall", "mpmoe:2", "mpmoe:3", "monta:O1")
