@@ -86,7 +86,7 @@ def train(
     import megatron_moe_opt
     from megatron_moe_opt.dispatchers import sample_placement
     from megatron_moe_opt.integration.auto import controller as controlling
-    from megatron_moe_opt.integration.auto import look, sample_saving
+    from megatron_moe_opt.integration.auto import look, sample_saving, turns
     from megatron_moe_opt.integration.auto.auto_layer import current_controller
     from megatron_moe_opt.planning.choosing import drift, trials
     from tests.multirank.test_netmoe import at_random
@@ -97,7 +97,7 @@ def train(
 
     def taken(controller: Any, measured: float) -> float:
         largest(controller, measured)  # ranks ask each other all the same
-        return seconds[controller.current]
+        return seconds[controller.layers.current]
 
     def count(*given: Any) -> Any:
         move = settle(*given)
@@ -108,7 +108,8 @@ def train(
         patch.setattr(trials, "TURN", 2)
         patch.setattr(trials, "MOST_STEPS", most_steps)
         patch.setattr(trials, "MOST_AT_FIRST", at_first)
-        patch.setattr(controlling, "say", lambda _, line: said.append(line))
+        for module in (controlling, turns):
+            patch.setattr(module, "say", lambda _, line: said.append(line))
         if learnt is not None:
             patch.setattr(drift, "WINDOW", learnt // 2)
             patch.setattr(drift, "LEARNT", learnt)
@@ -130,7 +131,7 @@ def train(
             if stops:
                 ran = ""
                 while not ran.startswith("netmoe"):
-                    ran = controller.current
+                    ran = controller.layers.current
                     model.train(1)
                 stopped = model
                 megatron_moe_opt.register(options)
@@ -146,16 +147,16 @@ def train(
             megatron_moe_opt.register(Options())
     if controller is None:
         return {"losses": losses}
-    refused = controller.trying.refused if controller.trying else ()
+    alike, trials = (controller.turns.alike, controller.turns.trials) if controller.turns else (None, None)
     return {
         "losses": losses,
         "settled": controller.settled,
-        "planned": controller.trying and controller.trying.planned,
-        "tried": sorted(controller.measured),
-        "steps": controller.trials.steps if controller.trials else 0,
-        "runs": controller.current,
+        "planned": alike and alike.planned,
+        "tried": sorted(trials.times) if trials else [],
+        "steps": trials.steps if trials else 0,
+        "runs": controller.layers.current,
         "layers": len(controller.layers),
-        "netmoe": next((one.reason for one in refused if one.variant == "netmoe"), None),
+        "netmoe": next((one.reason for one in (alike.refused if alike else ()) if one.variant == "netmoe"), None),
         "moved": sum(moved),
         "said": said,
         "built": [list(layer._built) for layer in controller.layers],
@@ -296,7 +297,7 @@ def train_with_a_flex_of_its_own(file: Path, fastest: str, fails_on: int | None 
     from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
     from megatron_moe_opt.integration import flex_backends
-    from megatron_moe_opt.integration.auto import controller as controlling
+    from megatron_moe_opt.integration.auto import layers_in_turn, turns
     from tests.ranks.megatron import moe_config
 
     class Flex(token_dispatcher.MoEAlltoAllTokenDispatcher):
@@ -306,7 +307,7 @@ def train_with_a_flex_of_its_own(file: Path, fastest: str, fails_on: int | None 
             return super().token_dispatch(*args)
 
     released = []
-    missing, release = flex_backends.missing_for_flex, controlling.release_buffers
+    missing, release = flex_backends.missing_for_flex, turns.release_buffers
 
     def buffer(group: Any, row_bytes: int) -> str:
         assert (group.size(), row_bytes) == (4, 4 * moe_config().hidden_size)
@@ -327,7 +328,8 @@ def train_with_a_flex_of_its_own(file: Path, fastest: str, fails_on: int | None 
         patch.setattr(flex_backends, "SUMMED", torch.float32)
         patch.setattr(fused_a2a, "_buffer", None)
         patch.setattr(fused_a2a, "get_buffer", buffer)
-        patch.setattr(controlling, "release_buffers", watch)
+        for module in (layers_in_turn, turns):
+            patch.setattr(module, "release_buffers", watch)
         found = train(
             options=Options(profile=file), sizes={"ep": 4}, seconds=AllAlike({fastest: 0.5}),
             moe_token_dispatcher_type="auto", **TWO_BESIDE,
@@ -532,17 +534,16 @@ def test_it_plans_anew_when_steps_take_longer_than_when_it_was_chosen(ranks, tmp
 
 def train_while_routers_learn(file: Path) -> dict[str, Any]:
     """Trains so that samples have come to differ at the second look. The cluster is taken to be as the file says."""
-    from megatron_moe_opt.integration.auto.controller import Controller
-    from megatron_moe_opt.integration.auto.own_profile import OwnProfile
+    from megatron_moe_opt.integration.auto import own_profile
 
     measured = []
 
-    def measure(controller: Controller, _: Any) -> None:
-        measured.append(controller)
-        controller.own_profile = OwnProfile(Cluster.load(file), str(file))
+    def measure(*_: Any) -> own_profile.OwnProfile:
+        measured.append(own_profile.OwnProfile(Cluster.load(file), str(file)))
+        return measured[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Controller, "_measure", measure)
+        patch.setattr(own_profile, "own_profile", measure)
         found = train(
             ANEW, Options(), {"ep": 4}, FasterWithMoves(), most_steps=10, at_first=4, savings=(0.0, 0.3), learnt=6,
             moe_token_dispatcher_type="auto", **SEQ_AUX,

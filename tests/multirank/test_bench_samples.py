@@ -93,7 +93,7 @@ def bench_auto(profile: Path) -> Any:
     given = settings(dispatchers=("auto",), ffn_hidden=32, profile=str(profile))
     with two_nodes(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(trials, "TURN", 2)
-        patch.setattr(Controller, "_largest", lambda controller, _: FasterWithMoves()[controller.current])
+        patch.setattr(Controller, "_largest", lambda controller, _: FasterWithMoves()[controller.layers.current])
         return samples.run(given, tasteful_trace(), rank_device())
 
 

@@ -196,14 +196,14 @@ class AutoChooser(Chooser):
 
         layer_under_test(settings, AUTO, device)
         self._controller = current_controller()
-        predicted = self._controller.predicted
+        predicted, trials = self._controller.turns.alike.predicted, self._controller.turns.trials
         of_families: dict[tuple[str, bool], list[str]] = {}
         for one in predicted:
             if one.seconds <= self.hopeless * predicted[0].seconds:
                 is_hopping = "hops" in one.variant
                 of_families.setdefault((one.family, is_hopping), []).append(one.variant)
         fastest = [variant for variants in of_families.values() for variant in variants[: self.of_each_system]]
-        self._measured = tuple(dict.fromkeys([*self._controller.measured, *fastest, *self._besides]))
+        self._measured = tuple(dict.fromkeys([*trials.times, *fastest, *self._besides]))
         return self._measured
 
     def allowed(self, settings: LayerSettings) -> tuple[str, ...]:
@@ -214,9 +214,9 @@ class AutoChooser(Chooser):
         self, settings: LayerSettings, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
         """Returns what auto planned and kept when `measured` was called."""
-        controller = self._controller
-        predictions = {one.variant: one.seconds for one in controller.predicted if one.variant in seconds}
-        planned, kept = controller.trying.planned, controller.current
+        controller, alike = self._controller, self._controller.turns.alike
+        predictions = {one.variant: one.seconds for one in alike.predicted if one.variant in seconds}
+        planned, kept = alike.planned, controller.layers.current
         return [
             Chosen("plan", planned, predictions[planned], None, predictions),
             Chosen("auto", kept, None, controller.overhead),

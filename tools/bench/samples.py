@@ -130,7 +130,9 @@ def run(settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> 
         if AUTO in blocks:
             passes, auto = count(), blocks[AUTO].controller
             settle(auto, lambda: blocks[AUTO].round(next(passes)))
-            blocks = {f"{AUTO}, {auto.current}" if name == AUTO else name: block for name, block in blocks.items()}
+            blocks = {
+                f"{AUTO}, {auto.layers.current}" if name == AUTO else name: block for name, block in blocks.items()
+            }
         seconds: dict[str, list[float]] = {name: [] for name in blocks}
         for index in range(settings.warmup + settings.steps):
             for name, block in blocks.items():

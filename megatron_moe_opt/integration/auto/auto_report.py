@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 def plan_lines(controller: Controller) -> list[str]:
     """Returns what was planned and why, as a table."""
-    own = controller.own_profile
-    source = own.source if own is not None else controller.options.plan or controller.options.profile
+    source = controller.options.plan or controller.costs.source
     lines = [f"plan from {source}:"] if len(controller.shapes) > 1 else []
     for of_shape in controller.shapes:
         lines += _lines_of(of_shape, f"{_named(of_shape)}:" if len(controller.shapes) > 1 else f"plan from {source}:")
@@ -59,13 +58,14 @@ def _lines_of(of_shape: Alike, begin: str) -> list[str]:
 
 def settled_lines(controller: Controller, chosen: str) -> list[str]:
     """Returns what was measured, beside what was predicted, and what stays."""
-    if not controller.measured:
+    alike, trials = controller.turns.alike, controller.turns.trials
+    measured, predicted = trials.medians(), {one.variant: one.seconds for one in alike.predicted}
+    if not measured:
         return [f"{chosen} stays: nothing else has room"]
-    measured, predicted = controller.measured, {one.variant: one.seconds for one in controller.predicted}
-    listed = ", ".join(_measured(*one) for one in controller.trials.times.items())
-    where = f" of {_named(controller.trying)}" if len(controller.shapes) > 1 else ""
+    listed = ", ".join(_measured(*one) for one in trials.times.items())
+    where = f" of {_named(alike)}" if len(controller.shapes) > 1 else ""
     lines = [
-        f"measured ms a step (in brackets between which times its median lies), in {controller.trials.steps} steps of "
+        f"measured ms a step (in brackets between which times its median lies), in {trials.steps} steps of "
         f"trials{where}: {listed}"
     ]
     if ALLTOALL not in measured:
@@ -74,10 +74,10 @@ def settled_lines(controller: Controller, chosen: str) -> list[str]:
         return [*lines, f"{chosen} stays: nothing is surely faster"]
     lines.append(
         f"{chosen} stays"
-        + (", as planned" if chosen == controller.trying.planned else f"; {controller.trying.planned} was planned")
+        + (", as planned" if chosen == alike.planned else f"; {alike.planned} was planned")
         + f": {measured[chosen] / measured[ALLTOALL]:.3f} of stock's step; it saves "
         f"{(measured[ALLTOALL] - measured[chosen]) * 1e3:.1f} ms of it"
-        + _predicted_saving(predicted, chosen, controller.trying.passes)
+        + _predicted_saving(predicted, chosen, alike.passes)
     )
     return [*lines, f"to run it without trials: {' '.join(_flags(chosen))}"]
 

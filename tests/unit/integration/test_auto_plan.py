@@ -20,18 +20,28 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration import optimizer_step
-from megatron_moe_opt.integration.auto import auto_layer, first_step, given_plan, step_clock
+from megatron_moe_opt.integration.auto import (
+    auto_layer,
+    first_step,
+    given_plan,
+    layers_in_turn,
+    memory_room,
+    step_clock,
+)
 from megatron_moe_opt.integration.auto import controller as controlling
+from megatron_moe_opt.integration.auto import turns as turning
 from megatron_moe_opt.integration.auto.auto_layer import current_controller
 from megatron_moe_opt.integration.auto.controller import Controller
 from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen, SeenExperts
 from megatron_moe_opt.integration.auto.look import NO_STEP, passes_held
 from megatron_moe_opt.integration.auto.memory_room import COMMUNICATOR_BYTES, MOST_OF_FREE, Room
+from megatron_moe_opt.integration.auto.move_costs import MoveCosts
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.layer import expert_migration_layer
 from megatron_moe_opt.integration.micro_batches import _followed, later_micro_batches, trains
 from megatron_moe_opt.integration.optimizer_step import gradients_cleared, step_ended
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import TOKENS, Plan
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction, Refusal, told_together
@@ -68,13 +78,8 @@ def planned(tmp_path: Path):
 def test_a_model_in_process_groups_of_its_own_needs_a_profile():
     """As Megatron-Bridge makes them on demand, and models of several parts, without Megatron's parallel state."""
     megatron_moe_opt.use_host_backend()
-    megatron_moe_opt.register()
-    TransformerConfig(
-        num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=8, expert_model_parallel_size=8,
-        add_bias_linear=False, moe_token_dispatcher_type="auto",
-    )  # fmt: skip
     with pytest.raises(ConfigurationError, match="measures in the process groups that Megatron makes, and this model"):
-        current_controller().add(None)
+        auto_layer.plan_layer(None, None, Options(), None)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +218,9 @@ def test_layers_of_each_shape_are_planned_by_themselves(planned, monkeypatch):
         return tuple(sorted(found, key=lambda one: one.seconds)), ()
 
     monkeypatch.setattr(first_step, "candidates", predicted)
-    monkeypatch.setattr(controlling.Cluster, "load", lambda file: SimpleNamespace(gpu_settings=None))
+    monkeypatch.setattr(Cluster, "load", lambda file: SimpleNamespace(gpu_settings=None))
     controller = planned("monta:O2x2")
-    controller.plan = None
+    controller.given = None
     few, many = (Seen(LayerWorkload(16, 16, 16, False, 8, topk, 4, 16, 8), 32.0, passes=2) for topk in (1, 5))
     of_many, of_few = controller._make_plan(FirstStep(((few,) * 3, (many,))))
     assert (of_few.planned, of_few.shape.topk, of_few.passes) == ("alltoall", 1, 6)
@@ -231,9 +236,9 @@ def test_samples_move_in_trials_only_where_that_may_be_the_fastest_and_trains_al
         return tuple(Prediction(name, time * workload.topk, time, 0.0, 0.0, 1) for name, time in times.items()), ()
 
     monkeypatch.setattr(first_step, "candidates", predicted)
-    monkeypatch.setattr(controlling.Cluster, "load", lambda file: SimpleNamespace(gpu_settings=None))
+    monkeypatch.setattr(Cluster, "load", lambda file: SimpleNamespace(gpu_settings=None))
     controller = planned("monta:O2x2")
-    controller.plan = None
+    controller.given = None
     seen = FirstStep(((SEEN,),), placement_saving=0.3)
 
     def refused(seen: FirstStep) -> str | None:
@@ -290,7 +295,7 @@ PLAIN, FROZEN = SeenExperts(), SeenExperts(trained=False)
 def test_what_experts_of_one_rank_cannot_run_under_is_tried_on_none(planned, of_ranks, left_out, reason):
     controller = planned("monta:O2x2")
     predictions = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 0.0, 1) for name in OF_EXPERTS)
-    controller.plan = dataclasses.replace(controller.plan, candidates=predictions)
+    controller.given.plan = dataclasses.replace(controller.given.plan, candidates=predictions)
     here = dataclasses.replace(SEEN, workload=dataclasses.replace(SEEN.workload, workers=(8,)))
     seen = tuple(tuple(dataclasses.replace(here, experts=one) for one in of_rank) for of_rank in of_ranks)
     (found,) = controller._make_plan(FirstStep(seen))
@@ -302,8 +307,9 @@ def test_what_experts_of_one_rank_cannot_run_under_is_tried_on_none(planned, of_
 def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned):
     controller = planned("alltoall")
     held = {"mpmoe:2:S1": 900, "alltoall": 500, "monta:O2x2": 601}
-    controller.plan = dataclasses.replace(
-        controller.plan, candidates=tuple(Prediction(name, 1e-3, 1e-3, 0.0, 0.0, size) for name, size in held.items())
+    controller.given.plan = dataclasses.replace(
+        controller.given.plan,
+        candidates=tuple(Prediction(name, 1e-3, 1e-3, 0.0, 0.0, size) for name, size in held.items()),
     )
     assert passes_held(SimpleNamespace(passes=4), controller.config) == 1  # there is one pipeline stage
     pipeline = SimpleNamespace(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
@@ -332,7 +338,7 @@ def test_others_experts_take_room_once_however_many_passes_are_under_way(planned
     controller = planned("alltoall")
     travels = Prediction("expert-migration:2x1", 1e-3, 1e-3, 0.0, 0.0, 910, held_more=HeldMore(of_others=400))
     candidates = Prediction("alltoall", 1e-3, 1e-3, 0.0, 0.0, 500), travels
-    controller.plan = dataclasses.replace(controller.plan, candidates=candidates)
+    controller.given.plan = dataclasses.replace(controller.given.plan, candidates=candidates)
     seen = Seen(dataclasses.replace(SEEN.workload, workers=(2, 4)), 32.0)
     for spare, number in ((430, 2), (429, 1)):
         room = room_of(spare + 3 * COMMUNICATOR_BYTES, passes=3)  # the domains' own groups
@@ -352,8 +358,9 @@ def test_communicators_of_a_variants_own_take_room_too(planned):
     """Tokens hop over two levels in two; where experts travel there is one of all GPUs besides theirs."""
     controller = planned("monta:O2x2")
     needed = {"alltoall": 0, "expert-migration:1x1": 2, "expert-migration:2x4": 3, "expert-migration:2x2": 4}
-    controller.plan = dataclasses.replace(
-        controller.plan, candidates=tuple(Prediction(name, 1e-3, 1e-3, 0.0, 0.0, 0) for name in ("monta:O2x2", *needed))
+    controller.given.plan = dataclasses.replace(
+        controller.given.plan,
+        candidates=tuple(Prediction(name, 1e-3, 1e-3, 0.0, 0.0, 0) for name in ("monta:O2x2", *needed)),
     )
     seen = Seen(dataclasses.replace(SEEN.workload, workers=(2, 4)), 32.0)
     for spare in (0, 2, 3, 4):
@@ -426,7 +433,7 @@ def timed(planned, monkeypatch):
     for module in (controlling, step_clock):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Controller, "_largest", lambda self, seconds: seconds)
-    monkeypatch.setattr(Controller, "_agree_on_plan", lambda self, group: None)
+    monkeypatch.setattr(given_plan.GivenPlan, "_agree", lambda self, group: None)
     groups = SimpleNamespace(ep_size=8, etp_size=1, ep=None, joint=None)
     controller.add(PlannedLayer(layer, groups, controller.options, lambda *_: None))
     found = (Prediction("monta:O2x2", 1.0, 0, 0, 0, 0),)
@@ -440,18 +447,18 @@ def test_a_step_that_the_optimizer_skips_counts_for_nothing(timed):
     """The first steps under fp16 are skipped: their passes are none of a step's, nor their time the next one's."""
     controller, layer, now = timed
     (planned_layer,) = controller.layers
-    trials, controller.trials = controller.trials, None
+    turns, controller.turns = controller.turns, None
     planned_layer.passes, planned_layer.rows, planned_layer.tokens = 2, 64, 16
     step_ended(updated=False)
     assert (planned_layer.passes, planned_layer.rows, planned_layer.tokens) == (0, 0, 0)
-    controller.trials = trials
+    controller.turns = turns
     for number in range(3):
         if number == 2:
             layer(torch.tensor([5.0]))
             step_ended(updated=False)
         layer(torch.tensor([1.0]))
         controller.after_step()
-    assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
+    assert controller.turns.trials.steps == 3 and controller.turns.trials.longer_than(1.0) == 0.0
 
 
 @pytest.mark.parametrize(("tp", "in_its_place"), [(1, "alltoall"), (2, "monta:O1")])
@@ -460,15 +467,15 @@ def test_a_layer_of_another_model_runs_what_trains_where_its_own_configuration_r
 ):
     """Stock, too, which trains no layer under TP without sequence parallelism."""
     controller, used = planned("monta:O2x2", tensor_model_parallel_size=tp, sequence_parallel=tp > 1), []
-    monkeypatch.setattr(controlling, "link", lambda layers: None)
+    monkeypatch.setattr(layers_in_turn, "link", lambda layers: None)
     other = copy.copy(controller.config)
     other.fp32_residual_connection, other.sequence_parallel = True, False
     layers = [
-        SimpleNamespace(layer=SimpleNamespace(config=config), passes=1, use=used.append)
+        SimpleNamespace(layer=SimpleNamespace(config=config), passes=1, use=used.append, keep=lambda _: set())
         for config in (controller.config, other)
     ]
     for variant in ("netmoe", "monta:O2x2", "alltoall", "allgather"):
-        controller._use(variant, layers)
+        controller.layers.run(variant, layers)
     of_stock = ["alltoall", in_its_place, "allgather", "allgather" if tp == 1 else in_its_place]
     assert used == ["netmoe", in_its_place, "monta:O2x2", "monta:O2x2", *of_stock]
 
@@ -498,9 +505,9 @@ def test_steps_of_another_model_count_for_nothing(timed):
             if chunk is ours:
                 layer(torch.tensor([1.0]))
             step_ended(True, SimpleNamespace(model_chunks=[chunk]))
-        assert controller.trials.steps == number + 1
+        assert controller.turns.trials.steps == number + 1
     step_ended(True)  # of nobody knows which, in which no layer has run
-    assert controller.trials.steps == 3 and controller.trials.medians() == {"monta:O2x2": 1.0}
+    assert controller.turns.trials.steps == 3 and controller.turns.trials.medians() == {"monta:O2x2": 1.0}
 
 
 def test_what_lies_between_two_steps_is_not_timed(timed):
@@ -516,7 +523,7 @@ def test_what_lies_between_two_steps_is_not_timed(timed):
         layer(torch.tensor([1.0]))
         now[0] += 0.5  # their backward passes, the optimizer
         controller.after_step()
-    assert controller.trials.steps == 3 and controller.trials.longer_than(2.5) == 0.0
+    assert controller.turns.trials.steps == 3 and controller.turns.trials.longer_than(2.5) == 0.0
 
 
 def test_what_is_sent_before_a_layer_runs_is_timed(timed):
@@ -542,7 +549,7 @@ def test_what_is_sent_before_a_layer_runs_is_timed(timed):
             layer(torch.tensor([3.0]))
         layer(torch.tensor([1.0]))
         controller.after_step()
-    assert controller.trials.steps == 3 and controller.trials.longer_than(4.0) == 0.0
+    assert controller.turns.trials.steps == 3 and controller.turns.trials.longer_than(4.0) == 0.0
 
 
 @pytest.mark.parametrize(("free", "fits"), [(125, True), (124, False), (None, True)])
@@ -551,13 +558,13 @@ def test_what_was_chosen_stays_where_what_is_planned_by_has_no_room(timed, monke
     controller, _, _ = timed
     found = (Prediction("monta:O2x2", 1.0, 0, 0, 0, 50), Prediction("alltoall", 2.0, 0, 0, 0, 150))
     controller.shapes = (Alike(None, found, (), "monta:O2x2", 1, SEEN.workload),)
-    controller.trying, controller.chosen, controller.settled = controller.shapes[0], {None: "monta:O2x2"}, True
+    controller.chosen, controller.settled = {None: "monta:O2x2"}, True
     controller.layers[0].passes = 1
     room = None if free is None else Room(free, 0, 1, 1)
-    monkeypatch.setattr(controlling.memory_room, "room", lambda passes, layers: room)
-    monkeypatch.setattr(controlling, "known_to_all", lambda own: [True, own])
+    monkeypatch.setattr(memory_room, "room", lambda passes, layers: room)
+    monkeypatch.setattr(layers_in_turn, "known_to_all", lambda own: [True, own])
     ran = []
-    monkeypatch.setattr(controller, "_run_only", lambda variant, layers: ran.append(variant))
+    monkeypatch.setattr(controller.layers, "run", lambda variant, layers: ran.append(variant))
     drift = SimpleNamespace(record=lambda _: 1.0, why_over=lambda _: "steps take longer", next_look=70)
     monkeypatch.setattr(controller, "_drift", drift)
     controller._watch()
@@ -586,7 +593,7 @@ def test_of_two_models_the_first_ones_steps_are_timed(timed):
             gradients_cleared(model)
             layer(torch.tensor([seconds + 5.0 * number]))
             step_ended(True, model)
-    assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
+    assert controller.turns.trials.steps == 3 and controller.turns.trials.longer_than(1.0) == 0.0
 
 
 def test_where_no_optimizer_of_megatrons_ends_a_step_a_line_says_so(timed, monkeypatch, capsys):
@@ -605,7 +612,7 @@ def test_a_ramped_batch_does_not_make_steps_longer(timed):
             for _ in range(micro_batches):
                 layer(torch.tensor([1.5]))
         controller.after_step()
-    assert controller.trials.steps == 3 and controller.trials.longer_than(3.0) == 0.0
+    assert controller.turns.trials.steps == 3 and controller.turns.trials.longer_than(3.0) == 0.0
 
 
 def test_what_follows_a_steps_passes_takes_as_long_however_many_they_are(timed):
@@ -620,7 +627,7 @@ def test_what_follows_a_steps_passes_takes_as_long_however_many_they_are(timed):
         _followed(stock, num_microbatches=micro_batches)
         now[0] += 0.5
         controller.after_step()
-    assert controller.trials.steps == 3 and controller.trials.longer_than(3.5) == 0.0
+    assert controller.turns.trials.steps == 3 and controller.turns.trials.longer_than(3.5) == 0.0
 
 
 def test_a_model_without_layers_under_auto_has_not_the_steps_that_count(timed, monkeypatch):
@@ -630,7 +637,7 @@ def test_a_model_without_layers_under_auto_has_not_the_steps_that_count(timed, m
     actor, critic = (SimpleNamespace(model_chunks=[chunk_with(controller.config)]) for _ in range(2))
     monkeypatch.setattr("megatron_moe_opt.dispatchers.say._said", set())
     monkeypatch.setattr(controller, "_look", SimpleNamespace(taken={}.popitem))
-    controller.trials = None
+    controller.turns = None
     step_ended(True, actor)
     layer(torch.tensor([1.0]))
     with pytest.raises(KeyError):
@@ -640,13 +647,13 @@ def test_a_model_without_layers_under_auto_has_not_the_steps_that_count(timed, m
 def test_a_step_in_which_no_layer_has_run_is_not_planned_by(timed, monkeypatch, capsys):
     """As of another model, a dense critic, whose optimizer does not say whose it is."""
     controller, layer, _ = timed
-    controller.trials = None
+    controller.turns = None
     monkeypatch.setattr("megatron_moe_opt.dispatchers.say._said", set())
     monkeypatch.setattr(controlling.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(controller, "_look", SimpleNamespace(taken=lambda: pytest.fail("there was nothing to see")))
     for _ in range(2):
         step_ended(True)
-    assert controller.trials is None and not controller.settled
+    assert controller.turns is None and not controller.settled
     assert capsys.readouterr().out.count("no MoE layer has run in this step of an optimizer") == 1
     layer(torch.tensor([1.0]))
     monkeypatch.setattr(controller, "_look", SimpleNamespace(taken={}.popitem))
@@ -668,7 +675,7 @@ def test_a_schedule_of_forward_passes_alone_is_no_step_of_training(timed):
             _followed(stock, num_microbatches=1, forward_only=forward_only)
         assert planned_layer.passes == 1
         controller.after_step()
-    assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
+    assert controller.turns.trials.steps == 3 and controller.turns.trials.longer_than(1.0) == 0.0
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -688,12 +695,12 @@ def test_a_ramped_batch_does_not_make_steps_of_a_pipeline_longer(monkeypatch, ch
 def test_what_another_rank_has_no_package_for_is_left_out_before_ranks_wait_for_each_other(timed, monkeypatch, capsys):
     """Also where it has run before: what it communicates with was released when it lost, or was left."""
     controller, _, _ = timed
-    monkeypatch.setattr(controlling, "known_to_all", lambda own: [own, "DeepEP is not installed"])
-    monkeypatch.setattr(controlling, "failure_to_start", lambda *_: pytest.fail("it waits for the other rank"))
-    controller._starting.add("flex:deepep")
-    assert controller._starts("flex:deepep", [])
+    monkeypatch.setattr(turning, "known_to_all", lambda own: [own, "DeepEP is not installed"])
+    monkeypatch.setattr(turning, "failure_to_start", lambda *_: pytest.fail("it waits for the other rank"))
+    controller.turns._starting.add("flex:deepep")
+    assert controller.turns._starts("flex:deepep", [])
     controller._begin_trials(0)
-    assert not controller._starts("flex:deepep", [])
+    assert not controller.turns._starts("flex:deepep", [])
     said = "not flex:deepep: what it communicates with cannot be made on rank 1 (DeepEP is not installed): no rank"
     assert said in capsys.readouterr().out
 
@@ -701,20 +708,21 @@ def test_what_another_rank_has_no_package_for_is_left_out_before_ranks_wait_for_
 def test_ranks_without_the_layers_that_are_tried_need_no_memory_for_them(timed, monkeypatch):
     controller, _, _ = timed
     controller.first_step = FirstStep(((SEEN,),), (room_of(0, 1),))
-    asked: list[int] = []
-    monkeypatch.setattr(controlling.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(controlling, "known_to_all", lambda own: [own])
-    monkeypatch.setattr(controlling.memory_room, "could_take", asked.append)
-    assert controller._fits("netmoe", []) and not asked
-    controller._fitting.clear()
-    assert not controller._fits("netmoe", controller.layers) and len(asked) == 1
+    controller._begin_trials(0)
+    turns, asked = controller.turns, []
+    monkeypatch.setattr(turning.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(turning, "known_to_all", lambda own: [own])
+    monkeypatch.setattr(memory_room, "could_take", asked.append)
+    assert turns._fits("netmoe", []) and not asked
+    turns._fitting.clear()
+    assert not turns._fits("netmoe", controller.layers) and len(asked) == 1
     # What has had its first turn keeps what that made: all others are asked again, and it only if another comes.
-    monkeypatch.setattr(controlling.memory_room, "could_take", lambda size: asked.append(size) or True)
-    controller._fitting.clear()
+    monkeypatch.setattr(memory_room, "could_take", lambda size: asked.append(size) or True)
+    turns._fitting.clear()
     for first, other in (("netmoe", "mpmoe:2:S1"), ("mpmoe:2:S1", "netmoe")):
-        assert controller._fits(first, controller.layers) and other not in controller._fitting
-        controller.trials.times[first] = [1.0]
-    assert controller._fits("netmoe", controller.layers) and {"netmoe", "mpmoe:2:S1"} <= controller._fitting
+        assert turns._fits(first, controller.layers) and other not in turns._fitting
+        turns.trials.times[first] = [1.0]
+    assert turns._fits("netmoe", controller.layers) and {"netmoe", "mpmoe:2:S1"} <= turns._fitting
 
 
 def test_it_is_said_that_layers_which_are_built_later_are_not_planned(timed, monkeypatch, capsys):
@@ -737,17 +745,17 @@ def test_a_second_plan_needs_no_file_and_may_fail(timed, monkeypatch, tmp_path, 
 
     monkeypatch.setattr(controlling, "tried_by_profile", no_plan)
     monkeypatch.setattr(controlling, "found_by_first", lambda find, group: find())
-    monkeypatch.setattr(controlling, "release_domain_groups", lambda group: None)
+    monkeypatch.setattr(layers_in_turn, "release_domain_groups", lambda group: None)
     monkeypatch.setattr(controlling, "known_to_all", lambda own: [own])
     monkeypatch.setattr(controller, "_look", SimpleNamespace(taken=lambda: controller.first_step))
     controller.layers[0].passes = 1
-    controller.plan, controller.options = None, Options(profile=tmp_path / "gone.json")
-    monkeypatch.setattr(controlling.Cluster, "load", lambda file: read.append(file) or "costs")
+    controller.given, controller.costs = None, MoveCosts(controller.config, Options(profile=tmp_path / "gone.json"))
+    monkeypatch.setattr(Cluster, "load", lambda file: read.append(file) or "costs")
     controller.chosen, read = {None: "mpmoe:2:S1"}, []
     for _ in range(2):
-        controller.settled, controller.trials = False, None
+        controller.settled, controller.turns = False, None
         controller._begin()
-        assert controller.settled and controller.current == "mpmoe:2:S1"
+        assert controller.settled and controller.layers.current == "mpmoe:2:S1"
     assert read == [tmp_path / "gone.json"] and planned_by == ["costs"] * 2
     assert "(no candidate); what was chosen before runs on" in capsys.readouterr().out
 
