@@ -116,7 +116,7 @@ def measured_in(seconds: float) -> tuple[int, int, float, list[str]]:
 
     clock = Clock()
     with parallel(ep=4), short_measurements(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "SIZES", tuple(2**power for power in range(12, 17)))
+        patch.setattr(measure, "SIZES", tuple(2**power for power in range(12, 18)))
         patch.setattr(meter, "executor", lambda device: clock)
         for module in (meter, timing):
             patch.setattr(module, "time", clock)
@@ -134,5 +134,5 @@ def test_less_time_means_fewer_points_and_no_more_than_the_time(ranks):
     of_ep = parts[: parts.index("experts")][-2:]
     assert of_ep == ["all_to_all tokens of 4 ranks at level 0 of 4", "all_to_all ep"]
     assert least == 2 * number  # of each, for a curve of one point says nothing of other sizes
-    assert least < fewer < most and most > 3 * number
+    assert least < fewer < most and most > 4 * number
     assert took < 2 * at_least + 1.0
