@@ -263,7 +263,8 @@ def test_a_dead_rank_ends_the_others_at_once(doomed_ranks):
     with pytest.raises(RankFailure) as caught:
         doomed_ranks.run(leave, rank_that_dies=2)
     named = [message for rank, kind, message in caught.value.errors if rank != 2 and kind == "LaneError"]
-    assert len(named) == 3 and all("lane inter: all_to_all of chunk 0 on group" in message for message in named)
+    assert len(named) == 3, caught.value.errors
+    assert all("lane inter: all_to_all of chunk 0 on group" in message for message in named)
 
 
 def bad_programs() -> None:

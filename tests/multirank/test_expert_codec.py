@@ -58,7 +58,8 @@ def follow(dtype: torch.dtype, interval: int) -> None:
                     expected[places] = one_message(owners[places], expected[places])
                 before = decoded
                 message = codec.prepare(experts.reshape(-1), lambda held=before: held)
-                decoded = message.decode(of_all_ranks(message.encode()), rank)
+                message.write()
+                decoded = message.decode(of_all_ranks(message.sent), rank)
                 decoded[rank] = codec._held.experts
                 assert torch.equal(decoded.view_as(expected), expected), (dtype, interval, number)
                 experts = (experts + 0.02 * torch.randn(LOCAL, NUMEL, generator=generator)).to(dtype)
