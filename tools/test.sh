@@ -33,20 +33,19 @@ vermin -q -t=3.10- --violations --no-tips --no-parse-comments --eval-annotations
 git ls-files 'csrc/*' 'tests/*' | grep -E '\.(h|cpp|cu|cuh)$' | xargs clang-format --dry-run -Werror
 
 export OMP_NUM_THREADS=1 # a second thread only spins for a core that is not free; tests of threads ask for theirs
-parts=()
-part() { # NAME ARGUMENTS of pytest: in a lane of its own, so that both cores have some when the ranks have ended
-    parts+=("$1")
+declare -A lanes
+lane() { # NAME ARGUMENTS of pytest. Several, so that both cores have some when the ranks have ended
     beside python -m pytest "${@:2}" --durations=10 >"$outputs/$1" 2>&1 &
-    printf -v "$1" %s $!
+    lanes[$1]=$!
 }
-part commands tests/unit/cli tests/papers
-part unit tests/unit --ignore=tests/unit/cli
-part emulator -p tests.emulator.plugin tests/gpu tests/emulator
+lane commands tests/unit/cli tests/papers
+lane unit tests/unit --ignore=tests/unit/cli
+lane emulator -p tests.emulator.plugin tests/gpu tests/emulator
 failed=0
 echo "== tests of several ranks, and of whole runs"
 python -m pytest tests/multirank tests/system --durations=10 || failed=1
-for name in "${parts[@]}"; do
-    wait "${!name}" || failed=1
+for name in commands unit emulator; do
+    wait "${lanes[$name]}" || failed=1
     echo "== tests in one process: $name"
     cat "$outputs/$name"
 done

