@@ -2,7 +2,7 @@
 # The test command: installs what it needs into .venv, then style, CUDA compile check, all tests, and a cross-section of
 # them on the newest supported Megatron whose Python is here.
 #
-#   bash tools/test.sh                 everything (13 to 22 minutes on 2 cores, 37 on slow ones, installation included)
+#   bash tools/test.sh                 everything (13 to 18 minutes on 2 cores, more on slow ones, installation included)
 #   bash tools/test.sh --sanitizers    also the C++ tests under ASan, UBSan and TSan
 set -euo pipefail
 CDPATH='' cd "$(dirname "$0")/.."
@@ -38,13 +38,13 @@ lane() { # NAME ARGUMENTS of pytest. Several, so that both cores have some when 
     beside python -m pytest "${@:2}" --durations=10 >"$outputs/$1" 2>&1 &
     lanes[$1]=$!
 }
-lane commands tests/unit/cli tests/papers
-lane unit tests/unit --ignore=tests/unit/cli
+lane planning tests/unit/cli tests/unit/planning tests/unit/tools tests/papers
+lane unit tests/unit --ignore=tests/unit/cli --ignore=tests/unit/planning --ignore=tests/unit/tools
 lane emulator -p tests.emulator.plugin tests/gpu tests/emulator
 failed=0
 echo "== tests of several ranks, and of whole runs"
 python -m pytest tests/multirank tests/system --durations=10 || failed=1
-for name in commands unit emulator; do
+for name in planning unit emulator; do
     wait "${lanes[$name]}" || failed=1
     echo "== tests in one process: $name"
     cat "$outputs/$name"

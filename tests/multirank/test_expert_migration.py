@@ -318,6 +318,51 @@ def test_experts_that_are_frozen_on_some_ranks_are_refused(ranks, settings):
         assert kind == "ConfigurationError" and "freeze experts alike on all ranks" in text
 
 
+def gathers_of_frozen() -> list[int]:
+    """Counts the gathers of steps of three layers, each with the begin and the end of an optimizer's step around it: of
+    frozen experts twice, after their weights were written, and when they are trained; compares gradients with stock's.
+    """
+    from megatron_moe_opt.runtime.travelling_experts.step_passes import step_of
+    from tests.ranks.megatron import parallel
+
+    found = []
+    with parallel(ep=4):
+        stock, ours = layers(3, levels=(4,), sizes=(4,), resident_layers="all")
+        communicator = ours[0].token_dispatcher.dispatcher.migrated.communicator
+        for seed, (is_trained, factor) in enumerate(
+            ((False, 1.0), (False, 1.0), (False, 1.5), (True, 1.0), (True, 1.1))
+        ):
+            results = []
+            for model in (stock, ours):
+                for layer in model:
+                    write_weights(layer, factor)
+                    layer.experts.requires_grad_(is_trained)
+                entered = hidden_states(seed)
+
+                def step(model: Any = model, entered: torch.Tensor = entered) -> None:
+                    if model is ours:
+                        communicator.before_step()
+                    with step_of(1):
+                        hidden = entered
+                        for layer in model:
+                            hidden = hidden + layer(hidden)[0]
+                        hidden.square().mean().backward()
+                    if model is ours:
+                        communicator.after_step()
+
+                gathers = gathers_of(step)
+                results.append(entered.grad)
+            found.append(gathers)
+            assert relative(*results) < 3e-6
+    return found
+
+
+def test_experts_that_nobody_trains_are_sent_once(ranks):
+    """As under adapters elsewhere. Whoever writes into them has them sent again, in their own passes."""
+    for gathers in ranks.run(gathers_of_frozen):
+        assert gathers == [3, 0, 3, 0, 3]
+
+
 def slow_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has gathers of experts take a while, on some ranks longer."""
     import time

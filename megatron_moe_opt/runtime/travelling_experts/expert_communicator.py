@@ -174,7 +174,8 @@ class ExpertCommunicator:
         dist.all_reduce(number, dist.ReduceOp.MIN, group=self.groups.ep)
         self.begin_round()
         for later, layer in enumerate(layers[: int(number)]):
-            layer.send(is_due=later <= self.ahead)
+            if not layer.stay:
+                layer.send(is_due=later <= self.ahead)
 
     def after_skipped_step(self, model: TrainedModel | None = None) -> None:
         """Forgets what is left of gradients: of those that nobody has used. `model` as in `after_step`."""

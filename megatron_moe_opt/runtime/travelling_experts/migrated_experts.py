@@ -69,6 +69,10 @@ class MigratedExperts:
         """This rank's place among the owners."""
         self.round = 0
         """The round in which the experts were last sent."""
+        self.stay = False
+        """Whether an optimizer's step leaves the experts as they were sent: no rank trains them, and they travel whole.
+        Compressed ones come nearer to their owners' with each message.
+        """
         self.next: weakref.ref[MigratedExperts] | None = None
         """The layer whose pass came after this one's."""
         self.before: weakref.ref[MigratedExperts] | None = None
@@ -147,6 +151,7 @@ class MigratedExperts:
                 "--moe-opt-domain-sizes: experts travel, and all experts of some ranks are frozen (requires_grad), but "
                 "not those of others: freeze experts alike on all ranks, or use monta"
             )
+        self.stay = not some_trained and not self.codec.is_lossy
         advance_started()  # what runs beside has had the time of all that lies between two layers' experts
         communicator, self._place = self.communicator, place()
         if changed > 1:  # a rank may have loaded its experts alone
@@ -162,7 +167,8 @@ class MigratedExperts:
                 continue
             # The first passes of several layers may each find changes. What has been sent in this step is as it is: a
             # pass that is recomputed needs what it had.
-            if layer.round < communicator.round and (step is None or not step.has_begun(layer)):
+            is_old = layer.round < communicator.round and not layer.stay
+            if is_old and (step is None or not step.has_begun(layer)):
                 layer.send()
             else:
                 communicator.residents.use(layer._arrived)
