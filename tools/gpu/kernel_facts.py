@@ -10,6 +10,7 @@ The numbers are of one release of nvcc; another one's are not compared. Standard
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -70,8 +71,12 @@ def table(folder: Path) -> str:
 
 def main() -> None:
     """Compares, or writes."""
-    made = table(Path(sys.argv[1]))
-    if "--write" in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="reports of ptxas -v, and PTX")
+    parser.add_argument("--write", action="store_true", help="renew the table")
+    options = parser.parse_args()
+    made = table(options.folder)
+    if options.write:
         TABLE.write_text(made)
         return
     kept = TABLE.read_text()
