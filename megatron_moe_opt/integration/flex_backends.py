@@ -57,7 +57,7 @@ def broken_for_flex(backend: str) -> str | None:
     return None
 
 
-def check_flex(variant: str, backend: str, dtype: str) -> None:
+def check_flex(variant: str, backend: str, dtype: torch.dtype) -> None:
     """Refuses, with ConfigurationError, what a benchmark of layers of this type cannot run."""
     if backend not in flex_backends():
         raise ConfigurationError(
@@ -66,5 +66,5 @@ def check_flex(variant: str, backend: str, dtype: str) -> None:
     missing = missing_for_flex(backend)
     if missing is not None:
         raise ConfigurationError(f"--dispatchers {variant}: {missing}: leave it out here")
-    if dtype != "bf16":
+    if dtype != SUMMED:
         raise ConfigurationError(f"--dispatchers {variant}: {SUMS_BFLOAT16}: add --dtype bf16")

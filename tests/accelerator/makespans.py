@@ -47,13 +47,11 @@ def makespan(executor: SoftwareExecutor, schedule: Schedule, cost: Callable[[Op]
     return _length(_played(executor, schedule, cost, queues))
 
 
-@cache
 def nominal_makespan(executor: SoftwareExecutor, name: str, queues: Queues) -> float:
     """Returns the makespan of one of `all_schedules` by `nominal`, played once."""
     return _length(_nominal(executor, name, queues))
 
 
-@cache
 def overlap(executor: SoftwareExecutor, name: str, queues: Queues) -> float:
     """Returns the part of the time in which lanes are busy, added over all lanes, that lies beside an op of another
     lane, of one of `all_schedules` by `nominal`.

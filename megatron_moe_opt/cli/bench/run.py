@@ -96,7 +96,7 @@ def check(settings: LayerSettings) -> Cluster | None:
     for variant in settings.dispatchers:
         name, _, backend = variant.partition(":")
         if name == FLEX:
-            check_flex(variant, backend or DEFAULT, settings.dtype)
+            check_flex(variant, backend or DEFAULT, torch_dtype(settings.dtype))
     check_routing(settings.routing, experts=settings.experts, topk=settings.topk)
     if settings.profile is None:
         return None

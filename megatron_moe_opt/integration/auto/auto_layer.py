@@ -62,10 +62,6 @@ def current_controller() -> Controller | None:
 
 def plan_layer(layer: Any, groups: ExpertGroups, options: Options, plug: Plug) -> None:
     """Has a MoE layer that Megatron has just built, with its stock dispatcher, planned."""
-    if options.plan is options.profile is None:
-        from megatron_moe_opt.integration.auto.own_profile import check_groups  # which imports Megatron
-
-        check_groups()
     controller_of(layer.config, options).add(PlannedLayer(layer, groups, options, plug))
 
 

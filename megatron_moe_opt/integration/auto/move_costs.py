@@ -37,9 +37,15 @@ class MoveCosts:
         return Cluster.load(self._options.profile) if self._own is None else self._own.cluster
 
     def check(self, layer: PlannedLayer) -> None:
-        """Refuses a profile that a layer could not be planned with. A collective call over the layer's groups."""
+        """Refuses a profile that a layer could not be planned with, and groups that could not be measured. A collective
+        call over the layer's groups.
+        """
         if self._options.profile is not None:
             agreed_cluster(layer.groups, self._options.profile, layer_workload(layer.layer.config, layer.groups))
+        else:
+            from megatron_moe_opt.integration.auto.own_profile import check_groups  # which imports Megatron
+
+            check_groups()
 
     def measure(self, workloads: Sequence[LayerWorkload]) -> None:
         """Measures them, once, where there is no profile: then a collective call over the world.

@@ -61,8 +61,10 @@ class PassesSeen:
         return self._what or next((what for what in hooks if what is not None), None)
 
     def _see(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._what is None and trains(block):
-            self._what = _of_samples(block, arguments_by_name(_arguments_of(type(block)), args, kwargs))
+        if self._what is not None or not trains(block):
+            return
+        self._what = _of_samples(block, arguments_by_name(_arguments_of(type(block)), args, kwargs))
+        if self._what is None:
             self._states[block] = AllRandomStates()
 
     def _look_back(self, block: Any, *_: Any) -> None:

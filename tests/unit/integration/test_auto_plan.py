@@ -79,7 +79,7 @@ def test_a_model_in_process_groups_of_its_own_needs_a_profile():
     """As Megatron-Bridge makes them on demand, and models of several parts, without Megatron's parallel state."""
     megatron_moe_opt.use_host_backend()
     with pytest.raises(ConfigurationError, match="measures in the process groups that Megatron makes, and this model"):
-        auto_layer.plan_layer(None, None, Options(), None)
+        MoveCosts(None, Options()).check(None)
 
 
 @pytest.mark.parametrize(
