@@ -36,9 +36,8 @@ from megatron_moe_opt.planning.training.memory import (
     FP32,
     RECOMPUTED,
     BytesPerParameter,
-    StageMemory,
-    logits_memory,
-    training_memory,
+    TellingStage,
+    telling_stages,
 )
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.pipeline import OVERLAP
@@ -73,10 +72,8 @@ class Report:
     layout: Layout
     micro_batches: int
     """Micro-batches of a step and data-parallel rank."""
-    memory: StageMemory | None
-    """Memory of a rank of the stage that needs most; None where its layers are not modelled."""
-    logits: int = 0
-    """Bytes of logits there: of a model of a single stage."""
+    stage: TellingStage | None
+    """The stage whose ranks need most memory; None where its layers are not modelled."""
     warning: str = ""
     """Why the model may not fit all the same; empty where the estimate says that it does."""
 
@@ -91,13 +88,14 @@ class Report:
             f"  EP {one.ep}, expert-TP {one.expert_tp}, expert-DP {one.expert_dp}: experts of a layer on "
             f"{len(one.first_group(*JOINT_ROLES))} ranks of {nodes} node{'s' * (nodes > 1)}",
         ]
-        if self.memory is None:
+        if self.stage is None:
             return [*lines, "  memory: not estimated (latent attention, or stages of unequal layers)"]
-        states = self.memory.weights + self.memory.gradients + self.memory.optimizer
+        memory = self.stage.memory
+        states = memory.weights + memory.gradients + memory.optimizer
         return [
             *lines,
             f"  memory of a GPU: {states / GIB:.0f} GiB of weights, gradients and optimizer, "
-            f"{self.memory.activations / GIB:.0f} of activations, {self.logits / GIB:.0f} of logits, of "
+            f"{memory.activations / GIB:.0f} of activations, {self.stage.logits / GIB:.0f} of logits, of "
             f"{recipe.gpu_memory} (words and buffers of libraries not counted)",
             *([f"  warning: {self.warning}"] if self.warning else []),
         ]
@@ -130,12 +128,12 @@ def check(recipe: Recipe, megatron_lm: Path | None = None) -> Report:
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigurationError(f"Megatron refuses the configuration: {error}") from error
     selective = config.recompute_modules if config.recompute_granularity == "selective" else []
-    memory, logits = _memory(recipe, layout, micro_batches, selective)
-    needed = 0 if memory is None else memory.total + logits
+    stage = _fullest_stage(recipe, layout, micro_batches, selective)
+    needed = 0 if stage is None else stage.total
     overlaps = OVERLAP in recipe.flags
     part = fits_part(overlaps)
     if needed <= part * recipe.gpu_memory * GIB:
-        return Report(recipe, layout, micro_batches, memory, logits)
+        return Report(recipe, layout, micro_batches, stage)
     problem = (
         f"a rank of {layout.world} needs {needed / GIB:.0f} GiB, and a GPU has {recipe.gpu_memory} (gpu_memory), "
         f"of which {1 - part:.0%} are left for what is not counted"
@@ -144,7 +142,7 @@ def check(recipe: Recipe, megatron_lm: Path | None = None) -> Report:
     savings += [f"--recompute-modules {module}" for module in selective if module not in RECOMPUTED]
     if savings:
         warning = f"{problem}, if {', '.join(savings)} saved nothing: whether it fits is not estimated"
-        return Report(recipe, layout, micro_batches, memory, logits, warning)
+        return Report(recipe, layout, micro_batches, stage, warning)
     less = f"or leave out {OVERLAP}" if overlaps else "or --recompute-granularity full"
     raise ConfigurationError(f"{problem}: take more nodes, more of --pipeline-model-parallel-size, {less}")
 
@@ -285,31 +283,23 @@ def model_shape(recipe: Recipe) -> ModelShape | None:
     )
 
 
-def _memory(
-    recipe: Recipe, layout: Layout, micro_batches: int, selective: Sequence[str]
-) -> tuple[StageMemory | None, int]:
-    """Returns the memory of a rank of the stage that needs most, and the bytes of logits there.
+def _fullest_stage(recipe: Recipe, layout: Layout, micro_batches: int, selective: Sequence[str]) -> TellingStage | None:
+    """Returns the stage whose ranks need most memory; None where its layers are not modelled.
 
     Args:
         selective: modules that alone are recomputed.
     """
     flags, model = recipe.flags, model_shape(recipe)
     if model is None or model.layers % layout.chunks or "--pipeline-model-parallel-layout" in flags:
-        return None, 0
+        return None
     batch = flags.number("--micro-batch-size"), flags.number("--seq-length")
     recompute = "full" if flags.values("--recompute-granularity") == ["full"] else "selective" if selective else "none"
     modules = [module for module in selective if module in RECOMPUTED]
     each = BytesPerParameter(BF16, FP32, 0 if "--optimizer-cpu-offload" in flags else 3 * FP32)
-    of_stages = (
-        (
-            training_memory(
-                model, layout, *batch, micro_batches, stage, recompute, each, overlaps=OVERLAP in flags, modules=modules
-            ),
-            logits_memory(model, layout, stage, *batch),
-        )
-        for stage in model.telling_stages(layout)
+    stages = telling_stages(
+        model, layout, *batch, micro_batches, recompute, each, overlaps=OVERLAP in flags, modules=modules
     )
-    return max(of_stages, key=lambda one: one[0].total + one[1])
+    return max(stages, key=lambda stage: stage.total)
 
 
 def _leave_out_engine() -> None:

@@ -14,15 +14,9 @@ from megatron_moe_opt.planning.planner import Beside, best, candidates, fastest_
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.overlapped_batches import overlapped
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction, Refusal
-from megatron_moe_opt.planning.training.memory import (
-    RECOMPUTE,
-    BytesPerParameter,
-    layer_activations,
-    logits_memory,
-    training_memory,
-)
+from megatron_moe_opt.planning.training.memory import RECOMPUTE, BytesPerParameter, layer_activations, telling_stages
 from megatron_moe_opt.planning.training.model import ModelShape
-from megatron_moe_opt.planning.training.pipeline import under_way, unpaired
+from megatron_moe_opt.planning.training.pipeline import unpaired
 from megatron_moe_opt.planning.training.step_costs import StepCosts, communication
 from megatron_moe_opt.planning.training.throughput import Throughput, outside_experts, throughput
 from megatron_moe_opt.row_format import Wire, narrower
@@ -183,23 +177,19 @@ class Case:
         settings, model, layout = self.settings, self.model, self.site.layout
         batch, element_bytes = (settings.micro_batch, self.sequence), settings.element_bytes
         rows, runs_again = self.workload.rows * layout.expert_tp, settings.recompute == RECOMPUTE[-1]
-        each = BytesPerParameter.of(element_bytes)
+        stages = telling_stages(
+            model, layout, *batch, settings.micro_batches, settings.recompute, BytesPerParameter.of(element_bytes),
+            rows, settings.overlaps,
+        )  # fmt: skip
         found = []
-        for stage in model.telling_stages(layout):
-            held = training_memory(
-                model, layout, *batch, settings.micro_batches, stage, settings.recompute, each, rows, settings.overlaps
-            ).total
-            moe_layers, passes, again = model.moe_layers(layout, stage), 0.0, 0
+        for stage in stages:
+            passes, again = stage.moe_layers * stage.passes, 0
             if runs_again:
                 of_layer = layer_activations(
-                    model, layout, *batch, rows=rows, moe=moe_layers > 0, element_bytes=element_bytes
+                    model, layout, *batch, rows=rows, moe=stage.moe_layers > 0, element_bytes=element_bytes
                 )
-                again = sum(of_layer.values())
-            else:
-                layers = model.layers_of_stage(layout, stage)
-                passes = moe_layers * under_way(layout, stage, settings.micro_batches, layers, settings.overlaps)
-            logits = logits_memory(model, layout, stage, *batch, element_bytes)
-            found.append(_Stage(held, passes, moe_layers, again, logits))
+                passes, again = 0.0, sum(of_layer.values())
+            found.append(_Stage(stage.memory.total, passes, stage.moe_layers, again, stage.logits))
         return found
 
     def fits(self, one: Prediction) -> bool:

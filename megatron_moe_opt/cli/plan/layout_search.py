@@ -19,15 +19,9 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.known_clusters import GIB, KNOWN_CLUSTERS
 from megatron_moe_opt.planning.planner import bound_and_stock, candidates
 from megatron_moe_opt.planning.training.arrangements import Arrangement, arrangements
-from megatron_moe_opt.planning.training.memory import (
-    RECOMPUTE,
-    BytesPerParameter,
-    layer_activations,
-    logits_memory,
-    training_memory,
-)
+from megatron_moe_opt.planning.training.memory import RECOMPUTE, BytesPerParameter, layer_activations, telling_stages
 from megatron_moe_opt.planning.training.model import ModelShape
-from megatron_moe_opt.planning.training.pipeline import OVERLAP, under_way
+from megatron_moe_opt.planning.training.pipeline import OVERLAP
 from megatron_moe_opt.topology.layouts import Layout, divisors
 
 SHOWN = 8
@@ -294,17 +288,11 @@ def _least_memory(model: ModelShape, one: Arrangement, sequence: int, element_by
     of_experts = sum(size for name, size in terms.items() if name.startswith("expert"))
     if one.recompute == RECOMPUTE[-1]:
         of_experts = 0
-
-    def held(stage: int) -> float:
-        memory = training_memory(
-            model, layout, *batch, one.micro_batches, stage, one.recompute, BytesPerParameter.of(element_bytes),
-            overlaps=one.overlaps,
-        )  # fmt: skip
-        passes = under_way(layout, stage, one.micro_batches, model.layers_of_stage(layout, stage), one.overlaps)
-        saved = of_experts * model.moe_layers(layout, stage) * passes
-        return memory.total - saved + logits_memory(model, layout, stage, *batch, element_bytes)
-
-    return max(map(held, model.telling_stages(layout)))
+    stages = telling_stages(
+        model, layout, *batch, one.micro_batches, one.recompute, BytesPerParameter.of(element_bytes),
+        overlaps=one.overlaps,
+    )  # fmt: skip
+    return max(stage.memory.total - of_experts * stage.moe_layers * stage.passes + stage.logits for stage in stages)
 
 
 def layouts_table(searched: Searched) -> Table:

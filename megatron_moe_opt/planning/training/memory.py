@@ -232,3 +232,50 @@ def training_memory(
         activations += layers * sum(terms.values())
     passes = under_way(layout, stage, micro_batches, model.layers_of_stage(layout, stage), overlaps)
     return replace(states, activations=float(activations * passes))
+
+
+@dataclass(frozen=True)
+class TellingStage:
+    """What a rank holds in training, on one of the pipeline stages to look at for the one that holds most."""
+
+    memory: StageMemory
+    logits: int
+    """Bytes of logits, which are there while no layer is at work: see `logits_memory`."""
+    moe_layers: int
+    passes: float
+    """Micro-batches whose activations it holds at once."""
+
+    @property
+    def total(self) -> float:
+        """Returns the bytes that the rank holds between a micro-batch's forward and backward pass, with the logits."""
+        return self.memory.total + self.logits
+
+
+def telling_stages(
+    model: ModelShape,
+    layout: Layout,
+    micro_batch: int,
+    sequence: int,
+    micro_batches: int,
+    recompute: str,
+    each: BytesPerParameter,
+    rows: int | None = None,
+    overlaps: bool = False,
+    modules: Collection[str] = ("core_attn",),
+) -> list[TellingStage]:
+    """Returns what a rank of each stage in `ModelShape.telling_stages` holds: what decides whether a model fits.
+
+    For arguments and errors see `training_memory`.
+    """
+
+    def of_stage(stage: int) -> TellingStage:
+        return TellingStage(
+            training_memory(
+                model, layout, micro_batch, sequence, micro_batches, stage, recompute, each, rows, overlaps, modules
+            ),
+            logits_memory(model, layout, stage, micro_batch, sequence, each.weight),
+            model.moe_layers(layout, stage),
+            under_way(layout, stage, micro_batches, model.layers_of_stage(layout, stage), overlaps),
+        )
+
+    return [of_stage(stage) for stage in model.telling_stages(layout)]

@@ -160,12 +160,12 @@ def test_pipelines_are_laid_as_a_plan_lays_them():
         for added in ((), virtual, ("--num-layers-per-virtual-pipeline-stage", "2"), (*virtual, *overlap))
     )
     assert interleaved.layout.vpp == by_layers.layout.vpp == 2 and plain.layout.vpp == 1
-    activations = [one.memory.activations for one in (plain, interleaved, beside)]
-    assert activations == sorted(set(activations)) and by_layers.memory == interleaved.memory
+    activations = [one.stage.memory.activations for one in (plain, interleaved, beside)]
+    assert activations == sorted(set(activations)) and by_layers.stage == interleaved.stage
     laid = check(
         altered("mixtral_8x7b", *pipeline, "--num-layers", "31", "--pipeline-model-parallel-layout", "E(t*2|)*15tL")
     )
-    assert laid.memory is None
+    assert laid.stage is None
     with pytest.raises(ConfigurationError, match="Megatron refuses"):
         check(altered("mixtral_8x7b", *pipeline, "--pipeline-model-parallel-layout", "E(t*2|)*15tL"))
 
@@ -175,7 +175,7 @@ def test_what_is_recomputed_is_not_counted():
     stock = ("--moe-token-dispatcher-type", "alltoall")
     selective = (*stock, "--recompute-granularity", "selective", "--recompute-modules")
     kept = check(altered("mixtral_8x7b", *stock))
-    gpu_memory = round((kept.memory.total + kept.logits) / 2**30)  # all of it, where a part must be left
+    gpu_memory = round(kept.stage.total / 2**30)  # all of it, where a part must be left
 
     def checked(*added: str) -> Report:
         return check(altered("mixtral_8x7b", *added, gpu_memory=gpu_memory))
@@ -184,7 +184,7 @@ def test_what_is_recomputed_is_not_counted():
         with pytest.raises(ConfigurationError, match=f"GiB, and a GPU has {gpu_memory} "):
             checked(*added)
     fits = checked(*selective, "core_attn", "moe")
-    assert 0 < fits.memory.activations < 0.6 * kept.memory.activations and not fits.warning
+    assert 0 < fits.stage.memory.activations < 0.6 * kept.stage.memory.activations and not fits.warning
     said = checked(*selective, "moe_act").lines()[-1]
     assert re.search(r"warning: a rank .* if --recompute-modules moe_act saved nothing: whether it fits is not", said)
     assert "if --grad-reduce-in-bf16 saved nothing" in checked(*stock, "--grad-reduce-in-bf16").warning
