@@ -24,6 +24,7 @@ from rich.console import Console
 from megatron_moe_opt.cli.bench.measured_layer import shape_of
 from megatron_moe_opt.cli.bench.run import check, time_rounds
 from megatron_moe_opt.cli.console import report_console, say, table_of
+from megatron_moe_opt.cli.layer_options import Ep, Experts, ExpertTp, Hidden, TopK, Tp
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, byte_budget, finite, whole_numbers
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group
@@ -238,16 +239,16 @@ def choice(
         str | None,
         typer.Option(help="Chunk counts at O2 and O3, or partitions.", show_default="2,4,8,16; 1 to 8 with --mpmoe"),
     ] = None,
-    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
+    hidden: Hidden = 1024,
     ffn_hidden: Annotated[
         int | None,
         typer.Option(min=1, help="Hidden size inside an expert; with --mpmoe or --auto.", show_default="--hidden"),
     ] = None,
-    experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
-    topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
-    expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
+    experts: Experts = 8,
+    topk: TopK = 2,
+    tp: Tp = 1,
+    ep: Ep = None,
+    expert_tp: ExpertTp = 1,
     dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.fp32,
     routing: Annotated[str, typer.Option(help="As in moe-opt bench.")] = "uniform",
     capacity_factor: Annotated[

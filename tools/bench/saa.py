@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from megatron_moe_opt.cli.console import report_console, table_of
+from megatron_moe_opt.cli.layer_options import Ep, ExpertTp
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, whole_numbers
 from megatron_moe_opt.cli.profile.run import ProfileSettings
@@ -68,8 +69,8 @@ def saa(
     ),
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size: elements of a row.")] = 1024,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism.")] = 2,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
-    expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
+    ep: Ep = None,
+    expert_tp: ExpertTp = 1,
     dtype: Annotated[DType, typer.Option(help="Elements of the rows.")] = DType.fp32,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 9,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write every round's times.")] = None,

@@ -21,6 +21,7 @@ import typer
 from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console, say, say_written, table_of
+from megatron_moe_opt.cli.layer_options import FfnHidden, Hidden, TopK
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, finite, whole_numbers
 from megatron_moe_opt.errors import ConfigurationError
@@ -41,9 +42,9 @@ def data_centres(
         str, typer.Option(help="GB/s of one GPU between data centres, separated by commas: a table and a line each.")
     ],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each GPU in a MoE layer.")],
-    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")],
-    ffn_hidden: Annotated[int, typer.Option(min=1, help="Hidden size inside an expert.")],
-    topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")],
+    hidden: Hidden,
+    ffn_hidden: FfnHidden,
+    topk: TopK,
     peak_tflops: Annotated[
         float, typer.Option(min=0.001, callback=finite, help="Of a GPU, dense, in the training dtype.")
     ],

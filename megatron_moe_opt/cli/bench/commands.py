@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_moe_opt.cli.layer_options import Ep, Experts, ExpertTp, FfnHidden, Hidden, Tokens, TopK, Tp
 from megatron_moe_opt.cli.option_types import DType, finite
 
 
@@ -21,11 +22,11 @@ def bench(
             "flex:hybridep Megatron's flex over that package; auto, monta:auto and the like choose by --profile."
         ),
     ] = "monta,deepspeed",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
-    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
-    ffn_hidden: Annotated[int, typer.Option(min=1, help="Hidden size inside an expert.")] = 1024,
-    experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
-    topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,
+    tokens: Tokens = 4096,
+    hidden: Hidden = 1024,
+    ffn_hidden: FfnHidden = 1024,
+    experts: Experts = 8,
+    topk: TopK = 2,
     shared_ffn_hidden: Annotated[
         int | None,
         typer.Option(
@@ -34,9 +35,9 @@ def bench(
             show_default="no shared experts",
         ),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
-    expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
+    tp: Tp = 1,
+    ep: Ep = None,
+    expert_tp: ExpertTp = 1,
     dtype: Annotated[DType, typer.Option(help="Tokens and weights.")] = DType.bf16,
     routing: Annotated[
         str,

@@ -7,16 +7,17 @@ from typing import Annotated
 
 import typer
 
+from megatron_moe_opt.cli.layer_options import Ep, ExpertTp, FfnHidden
 from megatron_moe_opt.cli.option_types import DType, finite
 
 
 def profile(
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism.")] = 1,
     cp: Annotated[int, typer.Option(min=1, help="Context parallelism.")] = 1,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
-    expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
+    ep: Ep = None,
+    expert_tp: ExpertTp = 1,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size: elements of a row.")] = 1024,
-    ffn_hidden: Annotated[int, typer.Option(min=1, help="Hidden size inside an expert.")] = 1024,
+    ffn_hidden: FfnHidden = 1024,
     dtype: Annotated[DType, typer.Option(help="Elements of the rows.")] = DType.bf16,
     seconds: Annotated[
         float, typer.Option(min=1.0, callback=finite, help="Time to measure for; less time, smaller sizes.")

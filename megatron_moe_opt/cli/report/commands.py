@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_moe_opt.cli.layer_options import Ep, Experts, ExpertTp, Hidden, Tokens, Tp
 from megatron_moe_opt.cli.option_types import DType
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.systems import monta, mpmoe
@@ -29,14 +30,14 @@ def timeline(
             "mpmoe's pipeline through the experts instead."
         ),
     ] = f"{MONTA}:O3x{monta.DEFAULT_CHUNKS}",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
-    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
+    tokens: Tokens = 4096,
+    hidden: Hidden = 1024,
     ffn_hidden: Annotated[int, typer.Option(min=1, help="Hidden size inside an expert; mpmoe's.")] = 1024,
-    experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
+    experts: Experts = 8,
     topk: Annotated[int, typer.Option(min=1, help="Experts of a token, chosen uniformly.")] = 2,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
-    expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
+    tp: Tp = 1,
+    ep: Ep = None,
+    expert_tp: ExpertTp = 1,
     dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.bf16,
     profile: Annotated[
         Path | None, typer.Option(help="cluster.json of moe-opt profile, of the same groups: draws the prediction too.")
