@@ -17,7 +17,10 @@ import time
 
 import pytest
 
-from tools import ROOT, netbox
+from tools import ROOT
+from tools.imitated_nodes import buckets, network, ranks
+from tools.imitated_nodes.errors import NetboxError
+from tools.imitated_nodes.shape import Shape
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="netbox needs root on Linux"),
@@ -27,7 +30,7 @@ pytestmark = [
 ]
 
 INTER, INTRA = 40_000_000, 320_000_000  # bits/s
-SHAPE = netbox.Shape(nodes=2, ranks_per_node=2, inter_bits=INTER, intra_bits=INTRA)
+SHAPE = Shape(nodes=2, ranks_per_node=2, inter_bits=INTER, intra_bits=INTRA)
 COMMAND = [sys.executable, str(ROOT / "tools" / "netbox.py"), "run", "--ranks-per-node", "2", "--unmet", "warn"]
 COMMAND += ["--inter", f"{INTER}bit", "--intra", f"{INTRA}bit"]
 MIB = 2**20
@@ -109,7 +112,7 @@ def left_by(run: str | None) -> list[str]:
 
 def wait_for_namespaces(process: subprocess.Popen) -> str | None:
     """Identity of the run, once it has made its nodes."""
-    run = netbox.run_id(process.pid)
+    run = network.run_id(process.pid)
     deadline = time.monotonic() + ENDED_S
     while len(left_by(run)) < 3:
         assert time.monotonic() < deadline and process.poll() is None
@@ -137,7 +140,7 @@ def passed(nodes: list[str]) -> dict[str, int]:
 
 def burst_bytes(rate_bits: int) -> int:
     """Depth of the bucket that SHAPE's links, or its insides, have for their rate."""
-    return netbox.burst_bytes(rate_bits, {INTER: netbox.LINK_PACKET, INTRA: netbox.INSIDE_PACKET}[rate_bits])
+    return buckets.burst_bytes(rate_bits, {INTER: buckets.LINK_PACKET, INTRA: buckets.INSIDE_PACKET}[rate_bits])
 
 
 def least_seconds(size: int, rate_bits: int) -> float:
@@ -170,10 +173,10 @@ def transfer(nodes: list[str], senders: list[int], receiver: int, size: int) -> 
 @pytest.fixture
 def python_nodes(monkeypatch):
     """A cluster whose nodes start plain Python where torchrun would be, to test the running without its start."""
-    monkeypatch.setattr(netbox, "torchrun_command", lambda shape, node, command: [sys.executable, *command, str(node)])
-    with netbox.cluster(SHAPE) as nodes:
+    monkeypatch.setattr(ranks, "torchrun_command", lambda shape, node, command: [sys.executable, *command, str(node)])
+    with network.cluster(SHAPE) as nodes:
         yield nodes
-    assert not left_by(netbox.run_id(os.getpid()))
+    assert not left_by(network.run_id(os.getpid()))
 
 
 @pytest.fixture
@@ -197,13 +200,13 @@ def test_all_to_all_takes_no_less_than_the_time_of_its_bytes_between_nodes(tmp_p
         assert node["eth0"] > 3 * MIB
         assert 1.5 * MIB < node["lo"] < 3 * MIB
     available = sorted(os.sched_getaffinity(0))
-    assert found["shares"] == [netbox.processors(rank // 2, 2, available) for rank in range(4)]
+    assert found["shares"] == [ranks.processors(rank // 2, 2, available) for rank in range(4)]
     assert "[node 1] rank 3 was here" in done.stdout
 
 
 def test_every_device_has_a_bucket_of_its_rate():
     expected = {"kind": "tbf", "root": True}
-    with netbox.cluster(SHAPE) as nodes:
+    with network.cluster(SHAPE) as nodes:
         links = {(node, "eth0"): INTER for node in nodes} | {(switch_of(nodes), f"port{i}"): INTER for i in (0, 1)}
         for (namespace, device), bits in (links | {(node, "lo"): INTRA for node in nodes}).items():
             qdisc = qdiscs(namespace)[device]
@@ -213,16 +216,16 @@ def test_every_device_has_a_bucket_of_its_rate():
 
 
 def test_nodes_send_alike_on_every_machine():
-    files = [f"/proc/sys/net/ipv4/{name}" for name in netbox.CONGESTION]
-    with netbox.cluster(SHAPE) as nodes:
+    files = [f"/proc/sys/net/ipv4/{name}" for name in network.CONGESTION]
+    with network.cluster(SHAPE) as nodes:
         for node in nodes:
             words = ["ip", "netns", "exec", node, "cat", *files]
             shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-            assert shown.split() == list(netbox.CONGESTION.values())
+            assert shown.split() == list(network.CONGESTION.values())
 
 
 def test_traffic_between_nodes_passes_their_links_and_traffic_inside_one_only_its_lo():
-    with netbox.cluster(SHAPE) as nodes:
+    with network.cluster(SHAPE) as nodes:
         seconds, between = transfer(nodes, [0], 1, MIB)
         assert seconds >= least_seconds(MIB, INTER)
         assert all(between[device] > MIB for device in ("0 eth0", "port1"))
@@ -235,28 +238,28 @@ def test_traffic_between_nodes_passes_their_links_and_traffic_inside_one_only_it
 
 
 def test_two_senders_to_one_node_share_its_link():
-    shape = netbox.Shape(nodes=3, ranks_per_node=1, inter_bits=INTER, intra_bits=INTRA)
-    with netbox.cluster(shape) as nodes:
+    shape = Shape(nodes=3, ranks_per_node=1, inter_bits=INTER, intra_bits=INTRA)
+    with network.cluster(shape) as nodes:
         seconds, counted = transfer(nodes, [1, 2], 0, MIB)
     assert seconds >= least_seconds(2 * MIB, INTER)  # at the sum of their rates: half of it
     assert counted["port0"] > 2 * MIB
 
 
 def test_first_failing_node_gives_the_exit_code_and_ends_the_others(python_nodes, tmp_path, monkeypatch):
-    monkeypatch.setattr(netbox, "GRACE_S", 0.1)
+    monkeypatch.setattr(ranks, "GRACE_S", 0.1)
     script = tmp_path / "fail.py"
     script.write_text("import sys, time\nif sys.argv[1] == '1': sys.exit(7)\nwhile True: time.sleep(1)\n")
-    assert netbox.run_job(SHAPE, python_nodes, [str(script)], timeout=None) == 7
+    assert ranks.run_job(SHAPE, python_nodes, [str(script)], timeout=None) == 7
 
 
 def test_a_signal_that_ends_a_node_fails_the_job(python_nodes, tmp_path):
     script = tmp_path / "die.py"
     script.write_text("import os\nos.kill(os.getpid(), 9)\n")
-    assert netbox.run_job(SHAPE, python_nodes, [str(script)], timeout=None) == 128 + 9
+    assert ranks.run_job(SHAPE, python_nodes, [str(script)], timeout=None) == 128 + 9
 
 
 def test_timeout_ends_the_job_with_124(python_nodes, endless, capfd):
-    assert netbox.run_job(SHAPE, python_nodes, [endless], timeout=1) == 124
+    assert ranks.run_job(SHAPE, python_nodes, [endless], timeout=1) == 124
     assert "netbox: ended after 1 s (--timeout)" in capfd.readouterr().err
 
 
@@ -274,7 +277,7 @@ def test_an_interrupted_run_leaves_nothing(signum, endless):
 def test_what_a_killed_run_left_is_cleaned_and_a_live_one_is_not(endless):
     process = subprocess.Popen([*COMMAND, "--", endless], stderr=subprocess.DEVNULL)
     run = wait_for_namespaces(process)
-    with netbox.cluster(SHAPE):
+    with network.cluster(SHAPE):
         assert left_by(run)  # building cleans first, and the other run was alive
         process.kill()
         process.wait()
@@ -284,9 +287,9 @@ def test_what_a_killed_run_left_is_cleaned_and_a_live_one_is_not(endless):
         assert done.returncode == 0
         assert "netbox: removed 3 leftover namespaces" in done.stdout
         assert not left_by(run)
-        assert len(left_by(netbox.run_id(os.getpid()))) == 3
+        assert len(left_by(network.run_id(os.getpid()))) == 3
 
 
 def test_a_failing_tool_is_named_with_its_message():
-    with pytest.raises(netbox.NetboxError, match="`ip -n absent link` failed: .*absent"):
-        netbox._command("ip", "-n", "absent", "link")
+    with pytest.raises(NetboxError, match="`ip -n absent link` failed: .*absent"):
+        network._command("ip", "-n", "absent", "link")
