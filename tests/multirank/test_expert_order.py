@@ -180,17 +180,28 @@ def test_settings_are_refused_when_the_model_is_built(ranks, tmp_path, dispatche
 
 
 def record(file: Path, layout: dict, dispatcher: str, order: Path | None):
-    """The trace of steps 2 and 3 of three, on rank 0."""
+    """The trace of steps 2 and 3 of three, on rank 0; passes of the third are run twice, as Megatron's check for spikes
+    of the loss has it.
+    """
     from megatron_moe_opt.integration.observe.routing_recorder import RoutingRecorder, note_kinds
     from megatron_moe_opt.planning.traces.routing_trace import read_routing_trace
     from tests.ranks.megatron import parallel
 
     with parallel(**layout), RoutingRecorder(file, range(2, 4)):
         job = build(dispatcher, order)
-        for _ in range(3):
-            for microbatch in range(job.microbatches):
-                note_kinds(job.batch(microbatch)["tokens"][:, 0] % 2, ("even", "odd"))
+        take = job.batch
+
+        def batch(microbatch):
+            taken = take(microbatch)
+            note_kinds(taken["tokens"][:, 0] % 2, ("even", "odd"))
+            return taken
+
+        job.batch = batch
+        for step in range(3):
             job.forward_backward(forward_only=True)  # as rollouts do, in training mode
+            if step == 2:
+                job.optimizer.zero_grad()
+                job.forward_backward()
             job.train_step()
     return read_routing_trace(file) if dist.get_rank() == 0 else None
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.layer_passes import number_of
 from megatron_moe_opt.integration.micro_batches import follow_micro_batches, trains
-from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, forget
+from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, before_optimizer_step, forget
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.traces.routing_trace import UNKNOWN, RoutingTrace, write_routing_trace
@@ -83,6 +83,7 @@ class RoutingRecorder:
         TransformerConfig.__post_init__ = self._checked(self._post_init)
         follow_micro_batches()  # before the training loop asks for its schedule, once
         self._hook = torch.nn.modules.module.register_module_forward_hook(self._hear)
+        before_optimizer_step(self._clear)
         for updated in (True, False):
             after_optimizer_step(self._end_step, updated)
         _running = self
@@ -111,7 +112,8 @@ class RoutingRecorder:
     def _stop(self) -> None:
         global _running
         self._hook.remove()
-        forget(self._end_step)
+        for callback in (self._clear, self._end_step):
+            forget(callback)
         _running = None
 
     def _checked(self, post_init: Any) -> Any:
@@ -150,6 +152,10 @@ class RoutingRecorder:
             )
         return self._part
 
+    def _clear(self) -> None:
+        """Forgets what was heard: a step begins, which may be the same one again."""
+        self._heard, self._kinds = {}, []
+
     def _end_step(self) -> None:
         part, heard, kinds = self._of_rank(), self._heard, self._kinds
         if self._step in self._steps:
@@ -158,7 +164,7 @@ class RoutingRecorder:
             part.experts += passes
             part.steps += [self._step] * len(passes)
             part.kinds += kinds
-        self._heard, self._kinds = {}, []
+        self._clear()
         self._step += 1
         if self._step > self._steps[-1]:
             self._stop()
