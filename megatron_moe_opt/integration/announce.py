@@ -22,7 +22,8 @@ _layers: list[tuple[weakref.ref[Any], str, Any, str]] = []
 
 def announce(layer: Any, name: str, dispatcher: Any, options: Options) -> None:
     """Prints one line when the first of the layers built so far runs for the first time: on rank 0, or, where its
-    pipeline stage has no MoE layer, on the first rank of the stage that has the model's first one.
+    pipeline stage has no MoE layer, on the first rank of the stage that has the model's first one; of every stage that
+    has some, where nobody knows which is the first.
 
     Waiting for the first forward pass lets one line speak for all layers of the model; the layer's second pass, the
     first to know what streams a pass uses, says where these are more than hardware queues.
@@ -60,10 +61,16 @@ def _is_first_of_stage() -> bool:
     return data_rank == parallel_state.get_tensor_model_parallel_rank() == 0
 
 
+def _may_be_first(layer: Any) -> bool:
+    """Whether a MoE layer is the model's first one, as far as is known."""
+    layers = moe_layers(layer.config)
+    return layers is None or number_of(layer) in layers[:1]
+
+
 def _print_lines() -> bool:
     """Prints a line for each different dispatcher: nearly always one. Returns whether it was this rank's to do so."""
     there = [layer for reference, *_ in _layers if (layer := reference()) is not None]
-    if not is_first_rank() and not any(number_of(layer) in moe_layers(layer.config)[:1] for layer in there):
+    if not is_first_rank() and not any(map(_may_be_first, there)):
         _layers.clear()
         return False
     numbers: dict[tuple[str, str], list[int]] = {}

@@ -103,12 +103,12 @@ class Plan:
         return self.layers[layer]
 
     def check(
-        self, file: str | Path, *, ep: int, etp: int, experts: int, layers: Sequence[int], made_for: Facts
+        self, file: str | Path, *, ep: int, etp: int, experts: int, layers: Sequence[int] | None, made_for: Facts
     ) -> str | None:
         """Refuses another model than the plan was made for, and another layout of its experts.
 
         Args:
-            layers: the numbers of its MoE layers.
+            layers: the numbers of its MoE layers; None: not known.
             made_for: see facts_of_plan.
 
         Returns:
@@ -129,13 +129,18 @@ class Plan:
                     f"{flag} {asked} is not what --moe-opt-plan {file} was made for ({planned}): make a plan for this "
                     "run with moe-opt plan"
                 )
-        if set(self.layers) != set(layers):
+        if layers is not None and not self._is_for(layers):
             raise ConfigurationError(
                 f"--moe-opt-plan {file} is of a model whose MoE layers are {_ranges(self.layers)}, and this one's are "
                 f"{_ranges(layers)}: make a plan for this model with moe-opt plan"
             )
         known = [name for name in self.made_for if name in made_for]
         return differences({name: made_for[name] for name in known}, {name: self.made_for[name] for name in known})
+
+    def _is_for(self, layers: Sequence[int]) -> bool:
+        """Whether it can run in layers of these numbers. Where all run the same, it need only be as many."""
+        same = len(set(self.layers.values())) == 1
+        return len(self.layers) == len(layers) if same else set(self.layers) == set(layers)
 
 
 def facts_of_plan(

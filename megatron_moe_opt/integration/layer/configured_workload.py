@@ -11,6 +11,7 @@ from megatron_moe_opt.integration.layer.replicated_tokens import (
     keeps_from_splitting_rows,
     routes_together,
 )
+from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.row_format import SAME, Wire
@@ -34,6 +35,8 @@ def layer_workload(
         tokens: that a rank enters the layer with.
         wire: how rows travel.
     """
+    layers = moe_layers(config)
+    with_experts = config.num_layers if layers is None else len(layers)  # no more than that
     return LayerWorkload(
         tokens=tokens,
         hidden=config.moe_latent_size or config.hidden_size,
@@ -51,16 +54,36 @@ def layer_workload(
         workers=workers,
         fused=config.bias_activation_fusion,
         wire=wire,
-        resident_part=resident_part(len(moe_layers(config)) / config.pipeline_model_parallel_size, resident),
+        resident_part=resident_part(with_experts / config.pipeline_model_parallel_size, resident),
     )
 
 
-def moe_layers(config: Any) -> list[int]:
-    """Returns the numbers of the MoE layers of the whole model, without those of multi-token prediction."""
-    pattern = config.moe_layer_freq  # every so many layers one; or 0 and 1 for each layer
-    if isinstance(pattern, int):
-        pattern = [number % pattern == 0 for number in range(config.num_layers)]
-    return [number for number, has_experts in enumerate(pattern, start=1) if has_experts]
+def moe_layers(config: Any) -> list[int] | None:
+    """Returns the numbers of the MoE layers of the whole model, without those of multi-token prediction; None: it is a
+    hybrid model, and no command line of Megatron-LM's says of which layers.
+    """
+    symbols, every = _symbols_of_layers(), config.moe_layer_freq
+    if symbols is not None:  # such models have no regard to the frequency
+        has_experts = [symbol == "E" for symbol in symbols]
+    elif config.is_hybrid_model:
+        return None
+    elif isinstance(every, int):
+        has_experts = [number % every == 0 for number in range(config.num_layers)]
+    else:
+        has_experts = every  # 0 and 1 for each layer
+    return [number for number, has in enumerate(has_experts, start=1) if has]
+
+
+def _symbols_of_layers() -> str | None:
+    """Returns a symbol for each layer of a hybrid model, without those of multi-token prediction; None: Megatron-LM's
+    command line has none.
+    """
+    names = "hybrid_layer_pattern", "hybrid_override_pattern"  # from 0.17 on, and before
+    pattern = next((given for name in names if (given := getattr(training_arguments(), name, None))), None)
+    if pattern is None:
+        return None
+    main, *_ = pattern.split("/")  # multi-token prediction's follow, a pattern for each depth
+    return main.replace("|", "")  # which parts stages of the pipeline
 
 
 def type_of_rows(config: Any) -> str:

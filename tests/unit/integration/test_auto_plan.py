@@ -104,7 +104,7 @@ def test_what_cannot_run_is_refused_before_training(planned, variant, overrides,
     ("overrides", "message"),
     [
         ({"num_layers": 2}, "whose MoE layers are 1, and this one's are 1, 2: make a plan for this model"),
-        ({"num_layers": 2, "moe_layer_freq": [0, 1]}, "whose MoE layers are 1, and this one's are 2"),
+        ({"num_layers": 3, "moe_layer_freq": [0, 1, 1]}, "whose MoE layers are 1, and this one's are 2, 3"),
         ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size 2 is not what --moe-opt-plan"),
     ],
 )
@@ -112,6 +112,7 @@ def test_a_plan_of_another_model_is_refused_before_training(planned, overrides, 
     with pytest.raises(ConfigurationError, match=message):
         planned("monta:O2x2", **overrides)
     planned("monta:O2x2", num_layers=2, moe_layer_freq=2)  # the first of two
+    planned("monta:O2x2", num_layers=2, moe_layer_freq=[0, 1])  # as many: all run the same
 
 
 @pytest.mark.parametrize(
