@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.layer.layer_passes import repeats_numbers
 from megatron_moe_opt.integration.layer.ordered_experts import check_expert_order
 from megatron_moe_opt.integration.layer.overlapped_batches import overlaps_batches
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, keeps_from_splitting_rows
@@ -289,7 +290,8 @@ def _check_cuda_graphs(config: Any, name: str) -> None:
 
 
 def check_telemetry(config: Any) -> None:
-    """Refuses a TransformerConfig whose MoE layers do not run stage by stage, under whatever dispatcher.
+    """Refuses a TransformerConfig whose MoE layers do not run stage by stage, or have no numbers of their own, under
+    whatever dispatcher.
 
     Raises:
         ConfigurationError: names the flag, its value and the way out.
@@ -308,6 +310,11 @@ def check_telemetry(config: Any) -> None:
                 f"{flag} does not run the stages of a MoE layer one after another, as {PREFIX}telemetry observes them: "
                 "drop one of the two"
             )
+    if repeats_numbers(config):
+        raise ConfigurationError(
+            f"--mtp-num-layers {config.mtp_num_layers} (what follows / in --hybrid-layer-pattern) gives several MoE "
+            f"layers of a hybrid model the same number, by which {PREFIX}telemetry reports them: drop one of the two"
+        )
 
 
 def _check_system(system: System, config: Any, options: Options, arguments: Any) -> None:

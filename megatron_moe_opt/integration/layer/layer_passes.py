@@ -75,6 +75,13 @@ def number_of(layer: Any) -> int:
     return number + (layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0)
 
 
+def repeats_numbers(config: Any) -> bool:
+    """Whether `number_of` returns the same number for several layers of a model: in hybrid models Megatron counts those
+    of multi-token prediction anew at each depth, and before 0.20 like others of the model.
+    """
+    return bool(config.mtp_num_layers) and config.is_hybrid_model
+
+
 def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Calls the hook when the gradient of the tensor is there."""
     if tensor.requires_grad:

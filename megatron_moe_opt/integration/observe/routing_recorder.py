@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.layer.layer_passes import number_of
+from megatron_moe_opt.integration.layer.layer_passes import number_of, repeats_numbers
 from megatron_moe_opt.integration.micro_batches import follow_micro_batches, trains
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, before_optimizer_step, forget
 from megatron_moe_opt.integration.training_arguments import training_arguments
@@ -209,8 +209,7 @@ def check_recordable(config: Any) -> None:
         ("--moe-expert-capacity-factor", config.moe_expert_capacity_factor is not None),
         ("--recompute-granularity", config.recompute_granularity is not None),
         ("--mtp-use-repeated-layer", getattr(config, "mtp_use_repeated_layer", False)),
-        # Megatron numbers MoE layers of multi-token prediction there as those of the model.
-        ("--mtp-num-layers in a hybrid model", config.mtp_num_layers and getattr(config, "is_hybrid_model", False)),
+        ("--mtp-num-layers in a hybrid model", repeats_numbers(config)),
     ):
         if given:
             raise ConfigurationError(f"moe-opt trace record does not work with {flag}: leave it out while recording")

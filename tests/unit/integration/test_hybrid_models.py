@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration import announce
 from megatron_moe_opt.integration.auto.given_plan import read_plan
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload, moe_layers
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
-from tests.unit.config_cases import config
+from tests.unit.config_cases import config, refusal
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -98,3 +99,15 @@ def test_a_plan_of_other_layers_is_refused(given, tmp_path, layers):
     Plan(layers, (), "a cluster", ep=1, etp=1, experts=4).save(file)
     with pytest.raises(ConfigurationError, match="and this one's are 6, 8: make a plan"):
         read_plan(file, hybrid())
+
+
+@pytest.mark.parametrize("name", ["monta", "alltoall"])
+def test_telemetry_needs_layers_of_numbers_of_their_own(name):
+    """Layers of multi-token prediction begin at 1 again there."""
+    hybrid(name, mtp_num_layers=2)
+    megatron_moe_opt.register(Options(telemetry=True))
+    try:
+        config(name, mtp_num_layers=2), hybrid(name)
+        refusal("--mtp-num-layers 2 (what follows / in", name=name, is_hybrid_model=True, mtp_num_layers=2)
+    finally:
+        megatron_moe_opt.register()

@@ -230,6 +230,9 @@ ROWS: dict[str, list[Case]] = {
             GRAPHS | {"cuda_graph_scope": ["attn"]}, OVERLAP, {"overlap_dispatch_backward_with_experts_wgrad": True},
         )
     ],
+    "`--mtp-num-layers` in a hybrid model (`--hybrid-layer-pattern`), beside `--moe-opt-telemetry`": [
+        Case({"mtp_num_layers": 2, "is_hybrid_model": True}, options={"telemetry": True})
+    ],
     "`--moe-grouped-gemm`, `--mtp-num-layers`, `--use-cpu-initialization`, `--init-model-with-meta-device`, "
     "`--fp8-format`, `--fp4-format`, `--te-precision-config-file` or `--kitchen-config-file`, beside "
     "`--moe-opt-expert-order`": [

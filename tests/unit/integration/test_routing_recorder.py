@@ -19,6 +19,7 @@ RECORDABLE = {
     "context_parallel_size": 1,
     "cuda_graph_impl": "none",
     "mtp_num_layers": None,
+    "is_hybrid_model": False,
     "moe_expert_capacity_factor": None,
     "recompute_granularity": None,
     "moe_token_dispatcher_type": "monta",
