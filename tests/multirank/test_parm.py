@@ -284,35 +284,72 @@ def test_tp_ranks_that_route_the_same_tokens_differently_say_so_together(ranks, 
         assert message.startswith(f"{flag} {expected} {first} and 3, which hold the same tokens")
 
 
-def with_an_adapter() -> list[str | None]:
-    """What S1 and S2 say of a router around which something of its own is trained; and S1, where that is marked."""
+class Scaled(torch.nn.Module):
+    """A linear module of Megatron's whose output is scaled, as IA3 does."""
+
+    def __init__(self, linear: torch.nn.Module) -> None:
+        super().__init__()
+        self.to_wrap, self.scale = linear, torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.to_wrap(hidden_states)[0] * self.scale, None
+
+
+class AdaptedRouter(torch.nn.Module):
+    """A router beside which a linear module is trained."""
+
+    def __init__(self, router: torch.nn.Module) -> None:
+        super().__init__()
+        self.to_wrap, self.adapter = router, torch.nn.Linear(64, 8, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.to_wrap.routing(self.to_wrap.gating(hidden_states) + self.adapter(hidden_states))
+
+
+ADDED = {"router": "router.adapter.weight", "shared_experts": "shared_experts.linear_fc2.scale"}
+
+
+def with_an_adapter(place: str, dispatcher: str, options: Options | None, is_marked: bool) -> torch.Tensor | str:
+    """Returns the gradient of what is put into a layer and trained, or why it is refused."""
     import megatron_moe_opt
     from megatron_moe_opt.errors import ConfigurationError
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
-    from tests.multirank.test_expert_order import WrappedRouter
     from tests.ranks.megatron import moe_config, parallel
 
-    found: list[str | None] = []
-    for options, is_marked in ((None, False), (S2, False), (None, True)):
-        with parallel(tp=2, ep=2, etp=2):
-            megatron_moe_opt.register(options)
-            layer = build_layer(moe_config(moe_token_dispatcher_type="parm", sequence_parallel=False))
-            megatron_moe_opt.register()
-            layer.router = WrappedRouter(layer.router)
-            layer.router.adapter = torch.nn.Linear(64, 4, bias=False)
-            layer.router.adapter.weight.sequence_parallel = is_marked
-            try:
-                layer(torch.zeros(8, 1, 64))
-            except ConfigurationError as error:
-                found.append(str(error))
-            else:
-                found.append(None)
-    return found
+    with parallel(tp=2, ep=2, etp=2):
+        megatron_moe_opt.register(options)
+        torch.manual_seed(5)
+        layer = build_layer(moe_config(moe_token_dispatcher_type=dispatcher, sequence_parallel=False, **SHARED))
+        megatron_moe_opt.register()
+        if place == "router":
+            layer.router = AdaptedRouter(layer.router)
+        else:
+            layer.shared_experts.linear_fc2 = Scaled(layer.shared_experts.linear_fc2)
+        added = layer.get_parameter(ADDED[place])
+        added.sequence_parallel = is_marked
+        try:
+            output, _ = layer(torch.randn(8, 1, 64, generator=torch.Generator().manual_seed(dist.get_rank() // 2)))
+        except ConfigurationError as error:
+            return str(error)
+        output.square().sum().backward()
+        return added.grad
 
 
-def test_what_is_added_to_a_layer_sees_all_tokens_or_is_refused(ranks):
-    for refused, *taken in ranks.run(with_an_adapter):
-        assert refused.startswith("router.adapter.weight was added to a MoE layer") and taken == [None, None]
+@pytest.mark.parametrize("place", ADDED)
+@pytest.mark.parametrize(
+    ("dispatcher", "options"),
+    [("parm", None), ("parm", S2), ("mpmoe", Options(way="hops"))],
+    ids=["S1", "S2", "hops"],
+)
+def test_what_is_added_to_a_layer_sees_all_tokens_or_is_refused(ranks, dispatcher, options, place):
+    sees_all = options is not None and place == "router"
+    for is_marked in (False, True):
+        asked = {"place": place, "dispatcher": dispatcher, "options": options, "is_marked": is_marked}
+        first, second, *_ = ranks.run(with_an_adapter, **asked)  # of one TP group
+        if sees_all or is_marked:
+            assert torch.allclose(first, second, rtol=1e-6, atol=0)
+        else:
+            assert first == second and first.startswith(f"{ADDED[place]} was added to a MoE layer")
 
 
 def summed_over_tp() -> list[float]:
@@ -329,7 +366,7 @@ def summed_over_tp() -> list[float]:
         edge._group, edge._splits_rows = parallel_state.get_tensor_model_parallel_group(), False
         own = torch.full((16,), 2.0**-9, dtype=torch.bfloat16)
         own[dist.get_rank() :: 4] = 1.0
-        total = edge._complete(True, own)
+        total = edge._complete("router.weight", own)
         assert total.dtype is own.dtype
         return total.tolist()
 

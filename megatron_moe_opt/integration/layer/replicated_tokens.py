@@ -14,6 +14,7 @@ S2's router sees all tokens on every rank: its gradient is complete, and its los
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -104,7 +105,7 @@ def take_replicated_tokens(layer: Any) -> None:
     one may take its place between optimizer steps, and go the other way.
     """
     seam, group, of_parts, marked = LayerSeam(layer), layer.tp_group, _linears_of_parts(layer), _marked(layer)
-    built = {name for name, _ in layer.named_parameters()}
+    built = {name: weakref.ref(parameter) for name, parameter in layer.named_parameters()}
     stock_forward = functools.partial(seam.stock(LayerSlot.FORWARD), layer)
     edge: _Edge | None = None
 
@@ -118,10 +119,10 @@ def take_replicated_tokens(layer: Any) -> None:
         edge = edge or _Edge(layer, marked, built)
         edge.complete_gradients()
         edge.splits_rows = layer.token_dispatcher.take_copies(hidden_states, group)
+        edge.check_additions()
         with reading_as_sequence_parallel(layer.config):
             if edge.splits_rows:
                 return stock_forward(hidden_states, padding_mask=padding_mask)
-            edge.check_additions()
             if padding_mask is not None:  # [B, S]
                 padding_mask = padding_mask.chunk(group.size(), dim=1)[group.rank()]
             output, bias = stock_forward(split_over_tp(hidden_states, group), padding_mask=padding_mask)
@@ -133,25 +134,22 @@ def take_replicated_tokens(layer: Any) -> None:
 class _Edge:
     """Gradients and losses of what all TP ranks hold; see the top of this file.
 
-    `built` are the names of the parameters that the layer was built with, `marked` of those that were marked then. FSDP
-    leaves others in their places, without marks: FSDP2 while a layer runs, Megatron's where weights are made on the
-    meta device.
+    `built` are the parameters that the layer was built with, by name, and `marked` the names of those that were marked
+    then. FSDP leaves others in their places, without marks: FSDP2 while a layer runs, Megatron's where weights are made
+    on the meta device. What is put around a module gives its parameters other names.
     """
 
-    def __init__(self, layer: Any, marked: set[str], built: set[str]) -> None:
+    def __init__(self, layer: Any, marked: set[str], built: dict[str, weakref.ref[torch.nn.Parameter]]) -> None:
         self._router, self._group = router_of(layer), layer.tp_group
         self._splits_rows = False
         marked = marked | _marked(layer)
-        self._frozen = [
-            (parameter, not name.startswith("router."))
-            for name, parameter in layer.named_parameters()
-            if name in marked
-        ]
-        """The parameters whose gradients are not completed over TP yet, and whether S2 needs that too."""
+        known, still_there = marked | built.keys(), {id(parameter()) for parameter in built.values()}
+        self._frozen = [one for one in layer.named_parameters() if one[0] in marked]
+        """The parameters whose gradients are not completed over TP yet, and their names."""
         self._added = [
             (name, parameter)
             for name, parameter in layer.named_parameters()
-            if name not in marked | built and not name.startswith("experts.")
+            if name not in known and id(parameter) not in still_there and not name.startswith("experts.")
         ]
         """The parameters of which Megatron does not say what part of the tokens they see, as it does of its own."""
         self.complete_gradients()
@@ -161,17 +159,17 @@ class _Edge:
 
     def complete_gradients(self) -> None:
         """Has gradients completed from here on of all that are trained now: what is frozen may be trained later."""
-        for parameter, always in self._frozen:
+        for name, parameter in self._frozen:
             if parameter.requires_grad:
-                parameter.register_hook(functools.partial(self._complete, always))
-        self._frozen = [one for one in self._frozen if not one[0].requires_grad]
+                parameter.register_hook(functools.partial(self._complete, name))
+        self._frozen = [one for one in self._frozen if not one[1].requires_grad]
 
     def check_additions(self) -> None:
-        """Refuses what is trained and was put into the layer after it was built, such as an adapter around the router:
-        it sees a part of the tokens on each TP rank under S1, and nobody would add up its gradients.
+        """Refuses what is trained and was put into the layer after it was built, such as an adapter around the router
+        under S1: where it sees a part of the tokens on each TP rank, nobody would add up its gradients.
         """
         for name, parameter in self._added:
-            if parameter.requires_grad:
+            if parameter.requires_grad and self._sees_part(name):
                 raise ConfigurationError(
                     f"{name} was added to a MoE layer, and TP ranks without --sequence-parallel would train it on a "
                     "part of the tokens each: add --sequence-parallel, freeze it, or set its attribute "
@@ -210,11 +208,13 @@ class _Edge:
             )
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
-    def _complete(self, always: bool, grad: torch.Tensor) -> torch.Tensor:
-        """Returns a gradient's sum over TP, rounded once, where a rank has seen its part of the tokens: the router only
-        under S1.
-        """
-        if not always and self._splits_rows:
+    def _sees_part(self, name: str) -> bool:
+        """Whether the parameter of this name sees a part of the tokens on each TP rank: the router's only under S1."""
+        return not (self._splits_rows and name.startswith("router."))
+
+    def _complete(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient's sum over TP, rounded once, where a rank has seen its part of the tokens."""
+        if not self._sees_part(name):
             return grad
         total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
         dist.all_reduce(total, group=self._group)
