@@ -70,6 +70,7 @@ def train(
     savings: Sequence[float] | None = None,
     stops: bool = False,
     learnt: int | None = None,
+    wraps: bool = False,
     **config: Any,
 ) -> dict[str, Any]:
     """Returns the losses of steps of one micro-batch, where `config` has no other number, and what `auto` did.
@@ -82,6 +83,7 @@ def train(
         most_steps: of trials.
         at_first: the variants of the first sweep, besides those that nobody predicts.
         seconds: that steps of each variant are taken to take; what they take, without.
+        wraps: routers are of WrappedRouter.
     """
     import megatron_moe_opt
     from megatron_moe_opt.dispatchers import sample_placement
@@ -89,6 +91,7 @@ def train(
     from megatron_moe_opt.integration.auto import look, sample_saving, turns
     from megatron_moe_opt.integration.auto.auto_layer import current_controller
     from megatron_moe_opt.planning.choosing import drift, trials
+    from tests.multirank.test_expert_order import WrappedRouter
     from tests.multirank.test_netmoe import at_random
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
@@ -128,6 +131,8 @@ def train(
             config = {"learning_rate": 1e-3, "microbatches": 1} | config
             model = gpt(**config)
             controller = current_controller()
+            for layer in [one for one in model.model.modules() if wraps and hasattr(one, "router")]:
+                layer.router = WrappedRouter(layer.router)
             if stops:
                 ran = ""
                 while not ran.startswith("netmoe"):
@@ -391,13 +396,16 @@ def test_a_flex_that_one_rank_cannot_start_is_tried_on_none(ranks, profile):
 
 
 def test_it_sees_and_tries_passes_whose_stages_megatron_calls(ranks, profile):
-    """1F1B overlap: nobody calls the layers' forward method; what pipelines through experts is left out."""
+    """1F1B overlap: nobody calls the forward method of the layers, nor of routers that are wrapped once they are built;
+    what pipelines through experts is left out.
+    """
     config = {"sizes": {"ep": 4}, "bf16": True, "overlap_moe_expert_parallel_comm": True, "microbatches": 2}
     config |= {"steps": 10, "most_steps": 8, "at_first": 3}
     stock = ranks.run(train, options=None, **config)
     auto = ranks.run(
-        train, options=Options(profile=profile), seconds=AllAlike(), moe_token_dispatcher_type="auto", **config
-    )
+        train, options=Options(profile=profile), seconds=AllAlike(), moe_token_dispatcher_type="auto", wraps=True,
+        **config,
+    )  # fmt: skip
     for ours, theirs in zip(auto, stock, strict=True):
         assert ours["settled"] and {"alltoall", "monta"} <= {name.partition(":")[0] for name in ours["tried"]}
         assert not any(name.startswith("mpmoe") for name in ours["tried"])
@@ -622,11 +630,17 @@ def test_a_plan_runs_from_the_first_step_and_is_tried(ranks, tmp_path):
         assert answer["steps"] == 14 + 8 + 4
 
 
-def test_a_plan_that_differs_by_layer_runs_as_it_is(ranks, tmp_path):
-    options = Options(plan=plan(tmp_path / "plan.json", {1: "mpmoe:2", 2: "monta:O1"}))
-    for answer in ranks.run(train, steps=2, options=options, sizes={"ep": 4}, moe_token_dispatcher_type="auto"):
+@pytest.mark.parametrize(
+    ("second", "config"),
+    [("mpmoe:2", {}), ("monta:O2x2", {"overlap_moe_expert_parallel_comm": True, "bf16": True, "wraps": True})],
+    ids=["called", "overlapped"],
+)
+def test_a_plan_that_differs_by_layer_runs_as_it_is(ranks, tmp_path, second, config):
+    options = Options(plan=plan(tmp_path / "plan.json", {1: "monta:O1", 2: second}))
+    run = {"steps": 2, "sizes": {"ep": 4}, "moe_token_dispatcher_type": "auto"} | config
+    for answer in ranks.run(train, options=options, **run):
         assert answer["settled"] and answer["tried"] == []
-        assert [built[-1] for built in answer["built"]] == ["mpmoe:2", "monta:O1"]
+        assert [built[-1] for built in answer["built"]] == ["monta:O1", second]
 
 
 ODD_CANDIDATES = ("alltoall", "monta:O1", "mpmoe:2", "mpmoe:2:S1", "expert-migration:4")

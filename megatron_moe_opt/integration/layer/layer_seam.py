@@ -17,6 +17,7 @@ class LayerSlot(Enum):
     """The methods of MoELayer that a system may replace."""
 
     FORWARD = "forward"
+    ROUTE = "route"
     PREPROCESS = "preprocess"
     DISPATCH = "dispatch"
     EXPERTS = "routed_experts_compute"

@@ -2,10 +2,11 @@
 
 Its schedule plan runs the dispatch and combine of one micro-batch beside the computation of another: each stage is a
 node with an autograd graph of its own, those that communicate on a stream of their own. MoELayer.forward is not called.
-So what belongs to a pass of a layer begins with its router; every tensor that goes from one stage to the next must get
-a gradient; a node frees its input where it believes that backward does not need it. What a stage has noted for the next
-ones is used on another stream than the one it was made on, and is held until that stage's own backward pass, which is
-behind theirs; rows on the wire are not (runtime/rows/wire_rows.py).
+So what belongs to a pass of a layer begins where it routes (not with its router: what is put around that, as LoRA is,
+need not call it); every tensor that goes from one stage to the next must get a gradient; a node frees its input where
+it believes that backward does not need it. What a stage has noted for the next ones is used on another stream than the
+one it was made on, and is held until that stage's own backward pass, which is behind theirs; rows on the wire are not
+(runtime/rows/wire_rows.py).
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from __future__ import annotations
 import copy
 import importlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Container
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from megatron_moe_opt.integration.layer.layer_passes import number_of
+from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.integration.patching import seam_moved, wrap_once
 from megatron_moe_opt.runtime.observed.layer_place import Place, enter
 
@@ -33,13 +37,37 @@ def overlaps_batches(config: Any) -> bool:
     return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 
-def before_pass(layer: Any, hook: Callable[..., None]) -> Any:
-    """Has `hook(module, inputs)` called before each forward pass of a layer. The first of the inputs are its tokens.
+def before_pass(layer: Any, hook: Callable[..., None]) -> RemovableHandle:
+    """Has `hook(layer, inputs)` called before each forward pass of a layer. The first of the inputs are its tokens.
 
     Returns:
         A handle that removes it.
     """
-    return (layer.router if overlaps_batches(layer.config) else layer).register_forward_pre_hook(hook)
+    if not overlaps_batches(layer.config):
+        return layer.register_forward_pre_hook(hook)
+    seam = LayerSeam(layer)
+    if seam.get(LayerSlot.ROUTE) is None:
+        seam.put(LayerSlot.ROUTE, _Route(layer))
+    return seam.get(LayerSlot.ROUTE).begin_with(hook)
+
+
+class _Route:
+    """MoELayer.route of one layer, with hooks before it."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer, self._route = layer, LayerSeam(layer).stock(LayerSlot.ROUTE)
+        self._hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+
+    def begin_with(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Has a hook called before each call. Returns a handle that removes it."""
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for hook in list(self._hooks.values()):  # some remove themselves
+            hook(self._layer, (hidden_states,))
+        return self._route(self._layer, hidden_states, *args, **kwargs)
 
 
 def name_batches(layer: Any, dispatcher: str) -> None:
@@ -48,7 +76,7 @@ def name_batches(layer: Any, dispatcher: str) -> None:
     def note(*_: Any) -> None:
         enter(Place(number_of(layer), dispatcher, "forward", is_inside=False))
 
-    layer.router.register_forward_pre_hook(note)
+    before_pass(layer, note)
 
 
 def note_stock(config: Any, runs: bool) -> None:

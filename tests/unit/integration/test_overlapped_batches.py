@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
-from megatron_moe_opt.integration.layer.overlapped_batches import edge_of, keep_expert_inputs, note_stock, with_edge
+from megatron_moe_opt.integration.layer.overlapped_batches import (
+    before_pass,
+    edge_of,
+    keep_expert_inputs,
+    note_stock,
+    with_edge,
+)
+
+
+class Layer(torch.nn.Module):
+    """What routes in a layer, without a router."""
+
+    config = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
+
+    def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[Any, ...]:
+        return self, hidden_states, padding_mask
+
+
+def test_a_pass_begins_where_a_layer_routes_in_its_copies_too():
+    layer, begun, tokens, mask = Layer(), [], torch.zeros(3, 1, 4), torch.zeros(3, 1)
+    before_pass(layer, lambda *of: begun.append(of))
+    once = before_pass(layer, lambda *_: once.remove())
+    other = before_pass(layer, lambda *of: begun.append(of))
+    assert layer.route(tokens, mask) == (layer, tokens, mask) and begun == [(layer, (tokens,))] * 2
+    other.remove()
+    copied = copy.deepcopy(layer)
+    assert copied.route(tokens) == (copied, tokens, None) and begun[2:] == [(copied, (tokens,))]
 
 
 def test_probabilities_have_a_gradient_through_the_edge_and_nothing_else_of_it():
