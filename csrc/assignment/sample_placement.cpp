@@ -32,15 +32,6 @@ void check_counts(const double* num, int64_t count) {
   if (!finite) throw std::invalid_argument("num holds a count that is not finite");
 }
 
-void check_capacity(const Cluster& cluster) {
-  for (int64_t j = 0; j < cluster.num_devices; ++j) {
-    if (cluster.device_capacity[j] < 0) {
-      throw std::invalid_argument("capacity[" + std::to_string(j) +
-                                  "] is negative: " + std::to_string(cluster.device_capacity[j]));
-    }
-  }
-}
-
 // Sums over the members of groups: of a sample's tokens by device, of those by node.
 class GroupSums {
  public:
@@ -104,12 +95,12 @@ SamplePlacement<Tokens>::SamplePlacement(const Tokens* num, int64_t num_samples,
       samples_of_(cluster.num_nodes) {
   check_groups(cluster.expert_device, cluster.num_experts, cluster.num_devices, "expert_device", "devices");
   check_groups(cluster.device_node, cluster.num_devices, cluster.num_nodes, "device_node", "nodes");
-  check_capacity(cluster);
 
+  const std::vector<int64_t> usable = usable_capacity(cluster.device_capacity, num_samples, cluster.num_devices);
   std::vector<int64_t> capacity(cluster.num_nodes, 0), node_of(num_samples);
   for (int64_t j = 0; j < cluster.num_devices; ++j) {
     devices_of_[cluster.device_node[j]].push_back(j);
-    capacity[cluster.device_node[j]] += std::min(cluster.device_capacity[j], num_samples);
+    capacity[cluster.device_node[j]] += usable[j];
   }
   const GroupSums sum_by_device(cluster.expert_device, cluster.num_experts, cluster.num_devices);
   const GroupSums sum_by_node(cluster.device_node, cluster.num_devices, cluster.num_nodes);

@@ -257,8 +257,9 @@ std::unique_ptr<Cost[]> differences(const int64_t* cost, int64_t num_samples, in
 
 void refuse(const std::string& why) { throw std::invalid_argument(why); }
 
-// The capacities, none above the number of samples.
-std::vector<int64_t> check_capacity(const int64_t* capacity, int64_t num_samples, int64_t num_sinks) {
+}  // namespace
+
+std::vector<int64_t> usable_capacity(const int64_t* capacity, int64_t num_samples, int64_t num_sinks) {
   if (num_samples > INT32_MAX || num_sinks > INT32_MAX) refuse("more than 2^31 - 1 samples or sinks");
   std::vector<int64_t> usable(num_sinks);
   int64_t room = 0;
@@ -274,10 +275,8 @@ std::vector<int64_t> check_capacity(const int64_t* capacity, int64_t num_samples
   return usable;
 }
 
-}  // namespace
-
 void place(const int64_t* cost, int64_t num_samples, int64_t num_sinks, const int64_t* capacity, int64_t* sink_of) {
-  const std::vector<int64_t> usable = check_capacity(capacity, num_samples, num_sinks);
+  const std::vector<int64_t> usable = usable_capacity(capacity, num_samples, num_sinks);
   if (num_samples == 0) return;
   if (const auto narrow = differences<int32_t>(cost, num_samples, num_sinks)) {
     place_differences(narrow.get(), num_samples, num_sinks, usable, sink_of);
@@ -289,7 +288,7 @@ void place(const int64_t* cost, int64_t num_samples, int64_t num_sinks, const in
 }
 
 void place(const double* cost, int64_t num_samples, int64_t num_sinks, const int64_t* capacity, int64_t* sink_of) {
-  const std::vector<int64_t> usable = check_capacity(capacity, num_samples, num_sinks);
+  const std::vector<int64_t> usable = usable_capacity(capacity, num_samples, num_sinks);
   if (num_samples == 0) return;
   double range = 0;
   for (int64_t k = 0; k < num_samples * num_sinks; ++k) {

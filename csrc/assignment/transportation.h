@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace moe_opt {
 namespace assignment {
@@ -22,6 +23,9 @@ namespace assignment {
 // apart.
 void place(const int64_t* cost, int64_t num_samples, int64_t num_sinks, const int64_t* capacity, int64_t* sink_of);
 void place(const double* cost, int64_t num_samples, int64_t num_sinks, const int64_t* capacity, int64_t* sink_of);
+
+// The capacities, none above the number of samples. Throws as `place` does where they are negative or too small.
+std::vector<int64_t> usable_capacity(const int64_t* capacity, int64_t num_samples, int64_t num_sinks);
 
 }  // namespace assignment
 }  // namespace moe_opt

@@ -130,8 +130,8 @@ ActionPtr copy_rows(const Buffer<"source">& source, Size<"source_byte"> source_b
   return make_action([from = Memory(source), to = Memory(target), source_byte = source_byte.value,
                       target_byte = target_byte.value, row_bytes = row_bytes.value,
                       chunks = KeptChunks(chunk_tensors, source.size(0), target.size(0), source.device())] {
-    run_copy_chunks(chunks.list(), from.tensor(), chunks.num_rows(), row_bytes, const_rows(from.tensor(), source_byte),
-                    mutable_rows(to.tensor(), target_byte));
+    run_copy_chunks(from.tensor(), chunks.list(), row_bytes, const_rows(from.tensor(), source_byte),
+                    mutable_rows(to.tensor(), target_byte), chunks.num_rows());
   });
 }
 
@@ -150,10 +150,9 @@ ActionPtr convert_chunks(const Buffer<"source">& source, const std::string& sour
     const ConstRows in = const_rows(on);
     const MutableRows out = mutable_rows(to_rows.tensor());
     const int64_t num_rows = chunks.num_rows(), bytes = payload_bytes(from, hidden);
-    if (from == to) return run_copy_chunks(chunks.list(), on, num_rows, bytes, in, out);
+    if (from == to) return run_copy_chunks(on, chunks.list(), bytes, in, out, num_rows);
     MOE_OPT_IF_CUDA(on, cuda::convert_chunks(chunks.list(), from, to, hidden, in, out, num_rows, call.stream)) {
-      const int64_t grain = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, bytes));
-      at::parallel_for(0, num_rows, grain, [&](int64_t begin, int64_t end) {
+      for_row_ranges(num_rows, bytes, [&](int64_t begin, int64_t end) {
         cpu::convert_chunks(chunks.list(), from, to, hidden, in, out, num_rows, begin, end);
       });
     }
@@ -191,8 +190,7 @@ ActionPtr sum_parts(const std::vector<Buffer<"a part">>& parts, const Buffer<"th
     const MutableRows target = mutable_rows(out, first);
     const int num_parts = static_cast<int>(rows.size());
     MOE_OPT_IF_CUDA(out, cuda::sum_parts(type, count, rows.data(), num_parts, target, out.size(0), call.stream)) {
-      const int64_t bytes = std::max<int64_t>(1, count * element_size(type));
-      at::parallel_for(0, out.size(0), std::max<int64_t>(1, kBytesPerTask / bytes), [&](int64_t begin, int64_t end) {
+      for_row_ranges(out.size(0), count * element_size(type), [&](int64_t begin, int64_t end) {
         cpu::sum_parts(type, count, rows.data(), num_parts, target, begin, end);
       });
     }
@@ -236,29 +234,12 @@ ActionPtr named(const std::string& name, const ActionPtr& action) {
 }  // namespace
 
 void bind_actions(py::module_& m) {
-  // By their holders: an object that Python made without calling its class has none, and is refused.
-  const auto run_action = [](const ActionPtr& action) {
-    check(action != nullptr, "the action is None");
-    action->run();
-  };
   py::class_<Action, ActionPtr> action(m, "Action");
-  define(action, "run", run_action, NoGil());
-  const auto join_action = [](const ActionPtr& action) {
-    check(action != nullptr, "the action is None");
-    action->join();
-  };
-  define(action, "join", join_action, NoGil());
-  const auto begin = [](const ExchangePtr& exchange) {
-    check(exchange != nullptr, "the exchange is None");
-    exchange->begin();
-  };
-  const auto wait = [](const ExchangePtr& exchange) {
-    check(exchange != nullptr, "the exchange is None");
-    pipeline::wait_for(*exchange);
-  };
+  define(action, "run", of_held<Action>("the action", &Action::run), NoGil());
+  define(action, "join", of_held<Action>("the action", &Action::join), NoGil());
   py::class_<pipeline::Exchange, Action, ExchangePtr> of_exchange(m, "Exchange");
-  define(of_exchange, "begin", begin, NoGil());
-  define(of_exchange, "wait", wait, NoGil());
+  define(of_exchange, "begin", of_held<pipeline::Exchange>("the exchange", &pipeline::Exchange::begin), NoGil());
+  define(of_exchange, "wait", of_held<pipeline::Exchange>("the exchange", pipeline::wait_for), NoGil());
   define(m, "exchange", exchange);
   define(m, "give_up_waits", pipeline::give_up_waits, NoGil());
   define(m, "copy_rows", copy_rows);

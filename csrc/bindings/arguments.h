@@ -81,27 +81,21 @@ class Memory {
 
 namespace pybind11::detail {
 
-template <moe_opt::Name kName>
-struct type_caster<moe_opt::Input<kName>> {
-  PYBIND11_TYPE_CASTER(moe_opt::Input<kName>, const_name("torch.Tensor"));
+// Of Input or Buffer, as `kChecked` takes it.
+template <typename Checked, auto kChecked, moe_opt::Name kName>
+struct tensor_caster {
+  PYBIND11_TYPE_CASTER(Checked, const_name("torch.Tensor"));
   bool load(handle source, bool convert) {
     type_caster<at::Tensor> tensor;
     if (!tensor.load(source, convert)) return false;
-    value = {moe_opt::checked_input(static_cast<at::Tensor&>(tensor), kName.text)};
+    value = {kChecked(static_cast<at::Tensor&>(tensor), kName.text)};
     return true;
   }
 };
-
 template <moe_opt::Name kName>
-struct type_caster<moe_opt::Buffer<kName>> {
-  PYBIND11_TYPE_CASTER(moe_opt::Buffer<kName>, const_name("torch.Tensor"));
-  bool load(handle source, bool convert) {
-    type_caster<at::Tensor> tensor;
-    if (!tensor.load(source, convert)) return false;
-    value = {moe_opt::checked_buffer(static_cast<at::Tensor&>(tensor), kName.text)};
-    return true;
-  }
-};
+struct type_caster<moe_opt::Input<kName>> : tensor_caster<moe_opt::Input<kName>, moe_opt::checked_input, kName> {};
+template <moe_opt::Name kName>
+struct type_caster<moe_opt::Buffer<kName>> : tensor_caster<moe_opt::Buffer<kName>, moe_opt::checked_buffer, kName> {};
 
 template <moe_opt::Name kName>
 struct type_caster<moe_opt::Size<kName>> {

@@ -1,7 +1,5 @@
 #include "bindings/chunk_copy.h"
 
-#include <algorithm>
-
 #include "bindings/module.h"
 
 namespace moe_opt {
@@ -30,14 +28,11 @@ void check_chunks(const ChunkList& chunks, int64_t num_rows, int64_t source_rows
   check(total == num_rows, "the chunks have ", total, " rows together, not ", num_rows);
 }
 
-void run_copy_chunks(const ChunkList& chunks, const Tensor& on, int64_t num_rows, int64_t row_bytes, ConstRows source,
-                     MutableRows target) {
-  MOE_OPT_IF_CUDA(on, cuda::copy_chunks(chunks, num_rows, row_bytes, source.data, source.stride_bytes, target.data,
-                                        target.stride_bytes, call.stream)) {
-    const int64_t grain = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, row_bytes));
-    at::parallel_for(0, num_rows, grain, [&](int64_t begin, int64_t end) {
-      cpu::copy_chunks(chunks, row_bytes, source.data, source.stride_bytes, target.data, target.stride_bytes, begin,
-                       end);
+void run_copy_chunks(const Tensor& on, const ChunkList& chunks, int64_t row_bytes, ConstRows source, MutableRows target,
+                     int64_t num_rows) {
+  MOE_OPT_IF_CUDA(on, cuda::copy_chunks(chunks, row_bytes, source, target, num_rows, call.stream)) {
+    for_row_ranges(num_rows, row_bytes, [&](int64_t begin, int64_t end) {
+      cpu::copy_chunks(chunks, row_bytes, source, target, num_rows, begin, end);
     });
   }
 }
@@ -51,7 +46,7 @@ Tensor copy_chunks(const Input<"rows">& rows, const ChunkTensors& chunk_tensors)
   const ChunkList chunks = view(chunk_tensors, rows.device());
   if (rows.is_cpu()) check_chunks(chunks, num_rows, num_rows, num_rows);
   Tensor out = empty_like(rows.sizes(), rows.scalar_type(), rows);
-  run_copy_chunks(chunks, rows, rows.size(0), rows.size(1) * rows.element_size(), const_rows(rows), mutable_rows(out));
+  run_copy_chunks(rows, chunks, const_rows(rows).stride_bytes, const_rows(rows), mutable_rows(out), num_rows);
   return out;
 }
 

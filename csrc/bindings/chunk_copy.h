@@ -17,7 +17,7 @@ ChunkList view(const ChunkTensors& tensors, const at::Device& device);
 // Whether chunks, on the host, move num_rows rows in all, from among source_rows to among target_rows.
 void check_chunks(const ChunkList& chunks, int64_t num_rows, int64_t source_rows, int64_t target_rows);
 
-void run_copy_chunks(const ChunkList& chunks, const Tensor& on, int64_t num_rows, int64_t row_bytes, ConstRows source,
-                     MutableRows target);
+void run_copy_chunks(const Tensor& on, const ChunkList& chunks, int64_t row_bytes, ConstRows source, MutableRows target,
+                     int64_t num_rows);
 
 }  // namespace moe_opt

@@ -58,22 +58,15 @@ void bind_executor(py::module_& m) {
     return std::make_shared<pipeline::Executor>(static_cast<int>(lanes));
   }));
   define(executor, "run", run_ops<pipeline::Executor>);
-  const auto give_up = [](const std::shared_ptr<pipeline::Executor>& executor) {
-    check(executor != nullptr, "the executor is None");
-    executor->give_up();
-  };
-  define(executor, "give_up", give_up, NoGil());
+  define(executor, "give_up", of_held<pipeline::Executor>("the executor", &pipeline::Executor::give_up), NoGil());
 #ifdef MOE_OPT_CUDA
   py::class_<pipeline::StreamExecutor, std::shared_ptr<pipeline::StreamExecutor>> on_streams(m, "StreamExecutor");
   on_streams.def(py::init([](const std::vector<int>& priorities) {
     return std::make_shared<pipeline::StreamExecutor>(pipeline::cuda_streams(priorities));
   }));
   define(on_streams, "run", run_ops<pipeline::StreamExecutor>);
-  const auto issue_meanwhile = [](const std::shared_ptr<pipeline::StreamExecutor>& executor) {
-    check(executor != nullptr, "the executor is None");
-    executor->issue_meanwhile();
-  };
-  define(on_streams, "issue_meanwhile", issue_meanwhile, NoGil());
+  define(on_streams, "issue_meanwhile",
+         of_held<pipeline::StreamExecutor>("the executor", &pipeline::StreamExecutor::issue_meanwhile), NoGil());
   define(m, "new_cuda_stream",
          [](int priority) { return reinterpret_cast<intptr_t>(pipeline::new_cuda_stream(priority)); });
 #endif

@@ -3,7 +3,11 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <functional>
+#include <memory>
 #include <utility>
+
+#include "bindings/arguments.h"
 
 namespace moe_opt {
 
@@ -17,6 +21,16 @@ void define(Scope&& scope, const char* name, Function&& function, const Extras&.
   scope.def(name, [name](const py::args&, const py::kwargs&) -> py::object {
     throw py::type_error(c10::str(name, " takes arguments of other types, or another number of them"));
   });
+}
+
+// Returns what calls a function of an object by its holder: an object that Python made without calling its class has
+// none, and is refused.
+template <typename Object, typename Function>
+auto of_held(const char* name, Function function) {
+  return [name, function](const std::shared_ptr<Object>& object) {
+    check(object != nullptr, name, " is None");
+    std::invoke(function, *object);
+  };
 }
 
 using NoGil = py::call_guard<py::gil_scoped_release>;

@@ -22,15 +22,13 @@ void check_rows(const Argument& rows, int64_t num_rows, const at::Device& device
   check(rows.size(0) == num_rows, rows.name, " has ", rows.size(0), " rows, but the row map has ", num_rows);
 }
 
-void run_permute(const RowMap& map, const Argument& tokens, DType wire, const Tensor& permuted, const Argument* probs,
-                 MutableRows permuted_probs, int64_t lane_bytes) {
-  const DType dtype = kernel_dtype(tokens);
-  const int64_t hidden = tokens.size(1);
+void run_permute(const RowMap& map, const Tensor& tokens, DType dtype, DType wire, int64_t hidden,
+                 const Tensor& permuted, const Argument* probs, MutableRows permuted_probs, int64_t lane_bytes) {
   const void* probs_data = probs ? probs->const_data_ptr() : nullptr;
   const int64_t size = probs ? probs->element_size() : 0;
   MOE_OPT_IF_CUDA(tokens, cuda::permute_rows(map, dtype, wire, hidden, const_rows(tokens), mutable_rows(permuted),
                                              probs_data, size, permuted_probs, lane_bytes, call.stream)) {
-    for_token_ranges(map, hidden * tokens.element_size(), [&](int64_t begin, int64_t end) {
+    for_token_ranges(map, hidden * element_size(dtype), [&](int64_t begin, int64_t end) {
       cpu::permute_rows(map, dtype, wire, hidden, const_rows(tokens), mutable_rows(permuted), probs_data, size,
                         permuted_probs, lane_bytes, begin, end);
     });
@@ -42,6 +40,7 @@ std::tuple<Tensor, OptionalTensor> permute_rows(const RowMapTensors& row_map, co
                                                 const OptionalInput<"probs">& probs) {
   const RowMap map = view(row_map, tokens.device());
   check_rows(tokens, map.num_tokens, tokens.device());
+  const DType dtype = kernel_dtype(tokens);
   Tensor permuted = empty_like({map.num_rows, tokens.size(1)}, tokens.scalar_type(), tokens);
   OptionalTensor permuted_probs;
   MutableRows lanes{nullptr, 0};
@@ -51,7 +50,7 @@ std::tuple<Tensor, OptionalTensor> permute_rows(const RowMapTensors& row_map, co
     permuted_probs = empty_like({map.num_rows}, probs->scalar_type(), tokens);
     lanes = mutable_rows(*permuted_probs);
   }
-  run_permute(map, tokens, kernel_dtype(tokens), permuted, probs ? &*probs : nullptr, lanes,
+  run_permute(map, tokens, dtype, dtype, tokens.size(1), permuted, probs ? &*probs : nullptr, lanes,
               probs ? probs->element_size() : 0);
   return {permuted, permuted_probs};
 }
@@ -77,13 +76,7 @@ void spread_rows(const RowMapTensors& row_map, const Input<"rows">& rows, const 
         " must begin at even addresses");
   check(!overlap(rows, out), "spread_rows: rows and out share memory");
   constexpr DType kTwoBytes = DType::kFloat16;
-  MOE_OPT_IF_CUDA(rows, cuda::permute_rows(map, kTwoBytes, kTwoBytes, row_bytes / 2, const_rows(rows),
-                                           mutable_rows(out), nullptr, 0, {}, 0, call.stream)) {
-    for_token_ranges(map, row_bytes, [&](int64_t begin, int64_t end) {
-      cpu::permute_rows(map, kTwoBytes, kTwoBytes, row_bytes / 2, const_rows(rows), mutable_rows(out), nullptr, 0, {},
-                        0, begin, end);
-    });
-  }
+  run_permute(map, rows, kTwoBytes, kTwoBytes, row_bytes / 2, out, nullptr, {}, 0);
 }
 
 // packed [R, payload + lane], of the dtype of rows on the wire.
@@ -98,7 +91,8 @@ Tensor permute_packed(const RowMapTensors& row_map, const Input<"tokens">& token
   const int64_t first_lane = payload_bytes(format, tokens.size(1));
   const int64_t element = static_cast<int64_t>(c10::elementSize(dtype));
   Tensor packed = empty_like({map.num_rows, (first_lane + kLaneBytes) / element}, dtype, tokens);
-  run_permute(map, tokens, format, packed, &probs, mutable_rows(packed, first_lane), kLaneBytes);
+  run_permute(map, tokens, kernel_dtype(tokens), format, tokens.size(1), packed, &probs,
+              mutable_rows(packed, first_lane), kLaneBytes);
   return packed;
 }
 

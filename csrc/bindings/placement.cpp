@@ -22,9 +22,7 @@ Tensor count_routing_map(const Input<"routing_map">& routing_map, Size<"num_samp
   if (num.numel() == 0 || routing_map.numel() == 0) return num.zero_();  // however many rows of nothing there are
   const auto* bytes = static_cast<const uint8_t*>(routing_map.const_data_ptr());
   int64_t* out = num.mutable_data_ptr<int64_t>();
-  const int64_t sample_bytes = std::max<int64_t>(1, layout.tokens_per_sample * num_experts);
-  const int64_t grain = std::max<int64_t>(1, kBytesPerTask / sample_bytes);
-  at::parallel_for(0, layout.num_samples, grain, [&](int64_t begin, int64_t end) {
+  for_row_ranges(layout.num_samples, layout.tokens_per_sample * num_experts, [&](int64_t begin, int64_t end) {
     cpu::count_routing_map(layout, bytes, num_experts, out, begin, end);
   });
   return num;

@@ -1,7 +1,6 @@
 // Row maps and routing maps as arguments.
 #pragma once
 
-#include <algorithm>
 #include <tuple>
 
 #include "bindings/tensors.h"
@@ -18,13 +17,11 @@ RowMap view(const RowMapTensors& tensors, const at::Device& device, std::optiona
 
 void check_routing_map(const Argument& routing_map);
 
-// Calls body(begin, end) for ranges of the tokens, on several threads where their rows of row_bytes are worth it.
+// As for_row_ranges, for ranges of the tokens, whose rows are of row_bytes.
 template <typename F>
 void for_token_ranges(const RowMap& map, int64_t row_bytes, const F& body) {
   const int64_t rows_per_token = map.num_tokens > 0 ? map.num_rows / map.num_tokens + 1 : 1;
-  const int64_t token_bytes = std::max<int64_t>(1, bounded_product(row_bytes, rows_per_token));
-  const int64_t grain = std::max<int64_t>(1, kBytesPerTask / token_bytes);
-  at::parallel_for(0, map.num_tokens, grain, body);
+  for_row_ranges(map.num_tokens, bounded_product(row_bytes, rows_per_token), body);
 }
 
 }  // namespace moe_opt

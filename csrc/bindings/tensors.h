@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <optional>
 
 #ifdef MOE_OPT_CUDA
@@ -23,8 +24,6 @@ using OptionalTensor = std::optional<Tensor>;
 template <Name kName>
 using OptionalInput = std::optional<Input<kName>>;
 
-constexpr int64_t kBytesPerTask = 64 * 1024;  // least work worth a thread
-
 // On the CPU from the host pool.
 Tensor empty(at::IntArrayRef shape, ScalarType dtype, at::Device device);
 Tensor empty_like(at::IntArrayRef shape, ScalarType dtype, const Tensor& like);
@@ -41,6 +40,13 @@ void check_index(const Argument& tensor, const at::Device& device);
 ConstRows const_rows(const Tensor& rows, int64_t first_byte = 0);
 MutableRows mutable_rows(const Tensor& rows, int64_t first_byte = 0);
 bool overlap(const Tensor& a, const Tensor& b);
+
+// Calls body(begin, end) for ranges of rows, on several threads where so many of row_bytes are worth it.
+template <typename F>
+void for_row_ranges(int64_t num_rows, int64_t row_bytes, const F& body) {
+  constexpr int64_t kBytesPerTask = 64 * 1024;  // least work worth a thread
+  at::parallel_for(0, num_rows, std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, row_bytes)), body);
+}
 
 // PyTorch's threads, for the kernels that cut their work themselves.
 extern const cpu::ForEach for_each_on_threads;

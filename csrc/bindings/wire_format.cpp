@@ -1,7 +1,5 @@
 #include "bindings/wire_format.h"
 
-#include <algorithm>
-
 #include "bindings/module.h"
 
 namespace moe_opt {
@@ -53,8 +51,7 @@ void convert_rows(const Input<"source">& source, const std::string& source_wire,
   }
   MOE_OPT_IF_CUDA(source, cuda::convert_rows(from, to, hidden, const_rows(source), rows, mutable_rows(target), num_rows,
                                              call.stream)) {
-    const int64_t grain = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, payload_bytes(from, hidden)));
-    at::parallel_for(0, num_rows, grain, [&](int64_t begin, int64_t end) {
+    for_row_ranges(num_rows, payload_bytes(from, hidden), [&](int64_t begin, int64_t end) {
       cpu::convert_rows(from, to, hidden, const_rows(source), rows, mutable_rows(target), num_rows, begin, end);
     });
   }

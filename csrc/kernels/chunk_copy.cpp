@@ -7,27 +7,36 @@
 
 namespace moe_opt {
 namespace cpu {
+namespace {
 
-void copy_chunks(const ChunkList& chunks, int64_t row_bytes, const void* source, int64_t source_stride_bytes,
-                 void* target, int64_t target_stride_bytes, int64_t begin, int64_t end) {
-  int64_t num_rows = 0;
-  for (int64_t c = 0; c < chunks.num_chunks; ++c) num_rows += chunks.row_counts[c];
-  kernels().copy_chunks(chunks, row_bytes, source, source_stride_bytes, target, target_stride_bytes, begin, end,
-                        should_stream(num_rows * row_bytes));
-}
-
-void convert_chunks(const ChunkList& chunks, DType from, DType to, int64_t hidden, ConstRows source, MutableRows target,
-                    int64_t num_rows, int64_t begin, int64_t end) {
+// Calls move(rows of the source, rows of the target, how many) for what each chunk has of the flat rows [begin, end).
+template <typename Move>
+void for_chunks(const ChunkList& chunks, ConstRows source, MutableRows target, int64_t begin, int64_t end,
+                const Move& move) {
   int64_t flat = 0;  // first flat row of chunk c
   for (int64_t c = 0; c < chunks.num_chunks && flat < end; flat += chunks.row_counts[c++]) {
     const int64_t first = std::max<int64_t>(0, begin - flat), last = std::min(end - flat, chunks.row_counts[c]);
     if (first >= last) continue;
-    const ConstRows in{static_cast<const uint8_t*>(source.data) + chunks.source_rows[c] * source.stride_bytes,
-                       source.stride_bytes};
-    const MutableRows out{static_cast<uint8_t*>(target.data) + chunks.target_rows[c] * target.stride_bytes,
-                          target.stride_bytes};
-    convert_rows(from, to, hidden, in, nullptr, out, num_rows, first, last);
+    move(ConstRows{source.row(chunks.source_rows[c] + first), source.stride_bytes},
+         MutableRows{target.row(chunks.target_rows[c] + first), target.stride_bytes}, last - first);
   }
+}
+
+}  // namespace
+
+void copy_chunks(const ChunkList& chunks, int64_t row_bytes, ConstRows source, MutableRows target, int64_t num_rows,
+                 int64_t begin, int64_t end) {
+  const bool streaming = should_stream(num_rows * row_bytes);
+  const auto copy_rows = kernels().copy_rows;
+  for_chunks(chunks, source, target, begin, end,
+             [&](ConstRows from, MutableRows to, int64_t rows) { copy_rows(row_bytes, from, to, rows, streaming); });
+}
+
+void convert_chunks(const ChunkList& chunks, DType from, DType to, int64_t hidden, ConstRows source, MutableRows target,
+                    int64_t num_rows, int64_t begin, int64_t end) {
+  for_chunks(chunks, source, target, begin, end, [&](ConstRows in, MutableRows out, int64_t rows) {
+    convert_rows(from, to, hidden, in, nullptr, out, num_rows, 0, rows);
+  });
 }
 
 }  // namespace cpu

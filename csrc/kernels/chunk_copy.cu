@@ -109,32 +109,20 @@ Shares shares_of(int64_t num_rows, int64_t items, int64_t items_a_thread, int64_
 
 }  // namespace
 
-void copy_chunks(const ChunkList& chunks, int64_t num_rows, int64_t row_bytes, const void* source,
-                 int64_t source_stride_bytes, void* target, int64_t target_stride_bytes, void* stream) {
+void copy_chunks(const ChunkList& chunks, int64_t row_bytes, ConstRows source, MutableRows target, int64_t num_rows,
+                 void* stream) {
   if (num_rows == 0 || row_bytes == 0) return;
-  const auto fits = [&](int64_t bytes) {
-    return row_bytes % bytes == 0 && rows_aligned(source, source_stride_bytes, bytes) &&
-           rows_aligned(target, target_stride_bytes, bytes);
-  };
-  const auto launch = [&](auto unit) {
+  const auto fits = [&](int64_t bytes) { return row_bytes % bytes == 0 && rows_aligned(bytes, source, target); };
+  with_unit<kVectorBytes, 4, 2, 1>(fits, [&](auto unit) {
     using Unit = decltype(unit);
     const int64_t units = row_bytes / static_cast<int64_t>(sizeof(Unit));
     const auto [lanes, rows_per_block] = shares_of(num_rows, units, kCopyUnits, row_bytes, 1);
     const unsigned blocks = grid_blocks(divide_up(num_rows, rows_per_block), "copy_chunks");
     copy_chunks_kernel<Unit><<<blocks, kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        chunks, num_rows, rows_per_block, units, lanes, static_cast<const char*>(source), source_stride_bytes,
-        static_cast<char*>(target), target_stride_bytes);
+        chunks, num_rows, rows_per_block, units, lanes, static_cast<const char*>(source.data), source.stride_bytes,
+        static_cast<char*>(target.data), target.stride_bytes);
     check(cudaGetLastError(), "copy_chunks_kernel");
-  };
-  if (fits(kVectorBytes)) {
-    launch(UnitOf<kVectorBytes>::type{});
-  } else if (fits(4)) {
-    launch(UnitOf<4>::type{});
-  } else if (fits(2)) {
-    launch(UnitOf<2>::type{});
-  } else {
-    launch(UnitOf<1>::type{});
-  }
+  });
 }
 
 void convert_chunks(const ChunkList& chunks, DType from, DType to, int64_t hidden, ConstRows source, MutableRows target,
@@ -146,8 +134,7 @@ void convert_chunks(const ChunkList& chunks, DType from, DType to, int64_t hidde
         shares_of(num_rows, divide_up(hidden, kPiece), 1, payload_bytes(from, hidden), To::kTogether);
     const unsigned blocks = grid_blocks(divide_up(num_rows, rows_per_block), "convert_chunks");
     convert_chunks_kernel<decltype(of_source), To><<<blocks, kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        chunks, num_rows, rows_per_block, lanes, side_of(from, hidden, source.data, source.stride_bytes),
-        side_of(to, hidden, target.data, target.stride_bytes));
+        chunks, num_rows, rows_per_block, lanes, side_of(from, hidden, source), side_of(to, hidden, target));
     check(cudaGetLastError(), "convert_chunks_kernel");
   });
 }

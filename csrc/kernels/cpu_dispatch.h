@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "chunk_copy.h"
 #include "cpu_residuals.h"
 #include "cpu_wire.h"
 #include "permute.h"
@@ -11,8 +10,8 @@
 
 namespace moe_opt {
 
-// One instruction set's kernels, over the tokens (or flat rows) [begin, end). `streaming` asks for stores past the
-// caches, which pay where the output is larger than the last-level cache.
+// One instruction set's kernels, over the tokens or rows [begin, end). `streaming` asks for stores past the caches,
+// which pay where the output is larger than the last-level cache.
 struct CpuKernels {
   const char* name;
   void (*permute_rows)(const RowMap& map, int64_t row_bytes, ConstRows tokens, MutableRows permuted, int64_t begin,
@@ -22,8 +21,7 @@ struct CpuKernels {
   void (*unpermute_rows_backward)(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens,
                                   ConstRows permuted, const float* probs, MutableRows grad_permuted, float* grad_probs,
                                   int64_t begin, int64_t end, bool streaming);
-  void (*copy_chunks)(const ChunkList& chunks, int64_t row_bytes, const void* source, int64_t source_stride_bytes,
-                      void* target, int64_t target_stride_bytes, int64_t begin, int64_t end, bool streaming);
+  void (*copy_rows)(int64_t row_bytes, ConstRows source, MutableRows target, int64_t num_rows, bool streaming);
   // Not for float64.
   void (*sum_parts)(DType dtype, int64_t width, const ConstRows* parts, int num_parts, MutableRows out, int64_t begin,
                     int64_t end);

@@ -97,12 +97,10 @@ int64_t select_of(const T* expert, const T* shared, int64_t count, uint32_t leas
 
 int64_t select(DType dtype, const void* expert, const void* shared, int64_t count, uint32_t least, float* residuals,
                uint16_t* places) {
-  int64_t chosen = 0;
-  with_element(dtype, [&](auto element) {
+  return with_element(dtype, [&](auto element) {
     using T = decltype(element);
-    chosen = select_of(static_cast<const T*>(expert), static_cast<const T*>(shared), count, least, residuals, places);
+    return select_of(static_cast<const T*>(expert), static_cast<const T*>(shared), count, least, residuals, places);
   });
-  return chosen;
 }
 
 void count_digits(const float* residuals, int64_t count, uint32_t prefix, Digit digit, uint32_t* histogram) {
@@ -183,13 +181,11 @@ int64_t keep_of(const float* residuals, const uint16_t* places, int64_t count, u
 
 int64_t keep(DType dtype, const float* residuals, const uint16_t* places, int64_t count, uint32_t kth, Quota* quota,
              const void* expert, const void* shared, void* values, uint16_t* kept_places) {
-  int64_t kept = 0;
-  with_element(dtype, [&](auto element) {
+  return with_element(dtype, [&](auto element) {
     using T = decltype(element);
-    kept = keep_of(residuals, places, count, kth, quota, static_cast<const T*>(expert), static_cast<const T*>(shared),
+    return keep_of(residuals, places, count, kth, quota, static_cast<const T*>(expert), static_cast<const T*>(shared),
                    static_cast<T*>(values), kept_places);
   });
-  return kept;
 }
 
 template <typename T>
@@ -222,13 +218,11 @@ bool decode_of(const T* values, const uint16_t* places, int64_t entries, const T
 
 bool decode(DType dtype, const void* values, const uint16_t* places, int64_t entries, const void* shared, void* out,
             int64_t count, bool streaming) {
-  bool ok = true;
-  with_element(dtype, [&](auto element) {
+  return with_element(dtype, [&](auto element) {
     using T = decltype(element);
-    ok = decode_of(static_cast<const T*>(values), places, entries, static_cast<const T*>(shared), static_cast<T*>(out),
-                   count, streaming);
+    return decode_of(static_cast<const T*>(values), places, entries, static_cast<const T*>(shared),
+                     static_cast<T*>(out), count, streaming);
   });
-  return ok;
 }
 
 }  // namespace

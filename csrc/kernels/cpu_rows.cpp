@@ -11,33 +11,12 @@ namespace {
 constexpr int64_t kUnroll = 4;                // vectors of a row in registers at a time
 constexpr int64_t kBlock = kUnroll * kLanes;  // elements
 
-const uint8_t* row_at(ConstRows rows, int64_t index) {
-  return static_cast<const uint8_t*>(rows.data) + index * rows.stride_bytes;
-}
-uint8_t* row_at(MutableRows rows, int64_t index) {
-  return static_cast<uint8_t*>(rows.data) + index * rows.stride_bytes;
-}
-
-template <typename T>
-bool can_stream(const T* row) {
-  return reinterpret_cast<uintptr_t>(row) % (kLanes * sizeof(T)) == 0;
-}
-
-template <bool kStreaming, typename T>
-void put(T* p, Vec a) {
-  if constexpr (kStreaming) {
-    stream(p, a);
-  } else {
-    store(p, a);
-  }
-}
-
 void permute_rows(const RowMap& map, int64_t row_bytes, ConstRows tokens, MutableRows permuted, int64_t begin,
                   int64_t end, bool streaming) {
   for (int64_t t = begin; t < end; ++t) {
-    const uint8_t* source = row_at(tokens, t);  // in the first-level cache after its first copy
+    const uint8_t* source = tokens.row(t);  // in the first-level cache after its first copy
     for (int64_t i = map.offsets[t]; i < map.offsets[t + 1]; ++i) {
-      copy_bytes(row_at(permuted, map.rows[i]), source, row_bytes, streaming);
+      copy_bytes(permuted.row(map.rows[i]), source, row_bytes, streaming);
     }
   }
   if (streaming) stream_fence();
@@ -52,7 +31,7 @@ void sum_rows(T* out, int64_t hidden, ConstRows permuted, const int64_t* rows, i
     Vec total[kUnroll];
     for (Vec& part : total) part = zero();
     for (int64_t k = 0; k < count; ++k) {
-      const T* row = reinterpret_cast<const T*>(row_at(permuted, rows[k])) + h;
+      const T* row = reinterpret_cast<const T*>(permuted.row(rows[k])) + h;
       [[maybe_unused]] const Vec weight = kWeighted ? broadcast(probs[experts[k]]) : zero();
       for (int64_t u = 0; u < kUnroll; ++u) {
         Vec term = load(row + u * kLanes);
@@ -65,7 +44,7 @@ void sum_rows(T* out, int64_t hidden, ConstRows permuted, const int64_t* rows, i
   for (; h < hidden; ++h) {
     float total = 0.0f;
     for (int64_t k = 0; k < count; ++k) {
-      float term = load_one(reinterpret_cast<const T*>(row_at(permuted, rows[k])) + h);
+      float term = load_one(reinterpret_cast<const T*>(permuted.row(rows[k])) + h);
       if constexpr (kWeighted) term *= probs[experts[k]];
       total += term;
     }
@@ -77,7 +56,7 @@ template <typename T, bool kWeighted>
 void unpermute_rows_of(const RowMap& map, int64_t hidden, ConstRows permuted, const float* probs, MutableRows tokens,
                        int64_t begin, int64_t end, bool streaming) {
   for (int64_t t = begin; t < end; ++t) {
-    T* out = reinterpret_cast<T*>(row_at(tokens, t));
+    T* out = reinterpret_cast<T*>(tokens.row(t));
     const int64_t first = map.offsets[t];
     const int64_t count = map.offsets[t + 1] - first;
     const float* token_probs = kWeighted ? probs + t * map.num_experts : nullptr;
@@ -119,15 +98,15 @@ void unpermute_rows_backward_of(const RowMap& map, int64_t hidden, ConstRows gra
                                 const float* probs, MutableRows grad_permuted, float* grad_probs, int64_t begin,
                                 int64_t end, bool streaming) {
   for (int64_t t = begin; t < end; ++t) {
-    const T* grad = reinterpret_cast<const T*>(row_at(grad_tokens, t));
+    const T* grad = reinterpret_cast<const T*>(grad_tokens.row(t));
     const float* token_probs = probs + t * map.num_experts;
     float* token_grad_probs = grad_probs + t * map.num_experts;
     for (int64_t e = 0; e < map.num_experts; ++e) token_grad_probs[e] = 0.0f;
     for (int64_t i = map.offsets[t]; i < map.offsets[t + 1]; ++i) {
       const int32_t expert = map.experts[i];
       const float prob = token_probs[expert];
-      T* out = reinterpret_cast<T*>(row_at(grad_permuted, map.rows[i]));
-      const T* row = reinterpret_cast<const T*>(row_at(permuted, map.rows[i]));
+      T* out = reinterpret_cast<T*>(grad_permuted.row(map.rows[i]));
+      const T* row = reinterpret_cast<const T*>(permuted.row(map.rows[i]));
       token_grad_probs[expert] = streaming && can_stream(out) ? scale_and_dot<T, true>(out, grad, row, prob, hidden)
                                                               : scale_and_dot<T, false>(out, grad, row, prob, hidden);
     }
@@ -158,32 +137,18 @@ void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, Con
   with_element(dtype, run);
 }
 
-void copy_chunks(const ChunkList& chunks, int64_t row_bytes, const void* source, int64_t source_stride_bytes,
-                 void* target, int64_t target_stride_bytes, int64_t begin, int64_t end, bool streaming) {
-  const ConstRows from{source, source_stride_bytes};
-  const MutableRows to{target, target_stride_bytes};
-  const bool dense = source_stride_bytes == row_bytes && target_stride_bytes == row_bytes;
-  int64_t flat = 0;  // first flat row of chunk c
-  for (int64_t c = 0; c < chunks.num_chunks && flat < end; flat += chunks.row_counts[c++]) {
-    const int64_t first = begin > flat ? begin - flat : 0;
-    const int64_t last = end - flat < chunks.row_counts[c] ? end - flat : chunks.row_counts[c];
-    if (first >= last) continue;
-    uint8_t* out = row_at(to, chunks.target_rows[c] + first);
-    const uint8_t* in = row_at(from, chunks.source_rows[c] + first);
-    if (dense) {
-      copy_bytes(out, in, (last - first) * row_bytes, streaming);
-      continue;
-    }
-    for (int64_t r = first; r < last; ++r, out += target_stride_bytes, in += source_stride_bytes) {
-      copy_bytes(out, in, row_bytes, streaming);
-    }
+void copy_rows(int64_t row_bytes, ConstRows source, MutableRows target, int64_t num_rows, bool streaming) {
+  if (source.stride_bytes == row_bytes && target.stride_bytes == row_bytes) {
+    copy_bytes(target.row(0), source.row(0), num_rows * row_bytes, streaming);
+  } else {
+    for (int64_t r = 0; r < num_rows; ++r) copy_bytes(target.row(r), source.row(r), row_bytes, streaming);
   }
   if (streaming) stream_fence();
 }
 
 template <typename T>
 void sum_row(T* out, const ConstRows* parts, int num_parts, int64_t row, int64_t width) {
-  const auto part = [&](int p) { return reinterpret_cast<const T*>(row_at(parts[p], row)); };
+  const auto part = [&](int p) { return reinterpret_cast<const T*>(parts[p].row(row)); };
   int64_t h = 0;
   for (; h + kBlock <= width; h += kBlock) {
     Vec total[kUnroll];
@@ -204,7 +169,7 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
                int64_t end) {
   with_element(dtype, [&](auto zero_element) {
     for (int64_t row = begin; row < end; ++row) {
-      sum_row(reinterpret_cast<decltype(zero_element)*>(row_at(out, row)), parts, num_parts, row, width);
+      sum_row(reinterpret_cast<decltype(zero_element)*>(out.row(row)), parts, num_parts, row, width);
     }
   });
 }
@@ -222,7 +187,7 @@ const CpuKernels kernels = {MOE_OPT_STRING(MOE_OPT_ISA),
                             permute_rows,
                             unpermute_rows,
                             unpermute_rows_backward,
-                            copy_chunks,
+                            copy_rows,
                             sum_parts,
                             residual_kernels,
                             wire_kernels};

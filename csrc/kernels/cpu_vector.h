@@ -352,12 +352,27 @@ inline void store_one(T* p, float value) {
   std::memcpy(p, &raw, sizeof(raw));
 }
 
-// Calls run(T{}) with the element type; float64 has no kernels over float32 vectors.
+// Returns run(T{}) with the element type; float64 has no kernels over float32 vectors.
 template <typename Run>
-inline void with_element(DType dtype, Run run) {
-  if (dtype == DType::kFloat32) run(float{});
-  if (dtype == DType::kBFloat16) run(BFloat16{});
-  if (dtype == DType::kFloat16) run(Float16{});
+inline auto with_element(DType dtype, Run run) {
+  if (dtype == DType::kFloat32) return run(float{});
+  if (dtype == DType::kBFloat16) return run(BFloat16{});
+  if (dtype == DType::kFloat16) return run(Float16{});
+  return decltype(run(float{}))();
+}
+
+// Whether vectors of a row's elements can be streamed there.
+template <typename T>
+inline bool can_stream(const T* row) {
+  return reinterpret_cast<uintptr_t>(row) % (kLanes * sizeof(T)) == 0;
+}
+template <bool kStreaming, typename T>
+inline void put(T* p, Vec a) {
+  if constexpr (kStreaming) {
+    stream(p, a);
+  } else {
+    store(p, a);
+  }
 }
 
 // Orders the non-temporal stores of this thread before whatever it does next.

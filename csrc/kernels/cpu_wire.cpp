@@ -96,13 +96,7 @@ inline void write_step(const T* elements, int64_t count, int64_t hidden, int64_t
   } else {
     auto* out = reinterpret_cast<typename To::Element*>(row) + first;
     int64_t h = 0;
-    for (; h + kLanes <= count; h += kLanes) {
-      if constexpr (kStreaming) {
-        stream(out + h, load(elements + h));
-      } else {
-        store(out + h, load(elements + h));
-      }
-    }
+    for (; h + kLanes <= count; h += kLanes) put<kStreaming>(out + h, load(elements + h));
     for (; h < count; ++h) store_one(out + h, load_one(elements + h));
   }
 }
@@ -172,13 +166,12 @@ void convert_row(int64_t hidden, const uint8_t* source, uint8_t* target) {
 template <typename From, typename To>
 void convert_of(int64_t hidden, ConstRows source, const int64_t* sources, MutableRows target, int64_t begin,
                 int64_t end, bool streaming) {
-  constexpr uintptr_t kVectorBytes = kLanes * sizeof(typename To::Element);
   for (int64_t r = begin; r < end; ++r) {
     const int64_t row = sources == nullptr ? r : sources[r];
-    const uint8_t* in = static_cast<const uint8_t*>(source.data) + row * source.stride_bytes;
-    uint8_t* out = static_cast<uint8_t*>(target.data) + r * target.stride_bytes;
+    const uint8_t* in = source.row(row);
+    uint8_t* out = target.row(r);
     if constexpr (!has_scales(To::kDType)) {
-      if (streaming && reinterpret_cast<uintptr_t>(out) % kVectorBytes == 0) {
+      if (streaming && can_stream(reinterpret_cast<typename To::Element*>(out))) {
         convert_row<From, To, true>(hidden, in, out);
         continue;
       }

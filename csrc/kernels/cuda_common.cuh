@@ -56,9 +56,10 @@ inline int row_threads(int64_t items, int per_thread) {
   return static_cast<int>(std::max<int64_t>(1, divide_up(threads, kWarp)) * kWarp);
 }
 
-// Whether every row that starts at data + r * stride_bytes can be read in units of `bytes` (a power of two).
-inline bool rows_aligned(const void* data, int64_t stride_bytes, int64_t bytes) {
-  return reinterpret_cast<uintptr_t>(data) % bytes == 0 && stride_bytes % bytes == 0;
+// Whether every row can be read in units of `bytes` (a power of two).
+template <typename... Rows>
+bool rows_aligned(int64_t bytes, const Rows&... rows) {
+  return ((reinterpret_cast<uintptr_t>(rows.data) % bytes == 0 && rows.stride_bytes % bytes == 0) && ...);
 }
 
 // The unsigned integer that moves kBytes bytes in one access.
@@ -67,10 +68,6 @@ struct UnitOf;
 template <>
 struct UnitOf<16> {
   using type = uint4;
-};
-template <>
-struct UnitOf<8> {
-  using type = uint2;
 };
 template <>
 struct UnitOf<4> {
@@ -84,6 +81,15 @@ template <>
 struct UnitOf<1> {
   using type = unsigned char;
 };
+
+// Calls launch(unit) with the first of the units, of so many bytes each, for which fits(bytes), or with the last one.
+template <int kBytes, int... kNarrower, typename Fits, typename Launch>
+void with_unit(const Fits& fits, const Launch& launch) {
+  if constexpr (sizeof...(kNarrower) > 0) {
+    if (!fits(kBytes)) return with_unit<kNarrower...>(fits, launch);
+  }
+  launch(typename UnitOf<kBytes>::type{});
+}
 
 // float32 from and to the elements of a 32-bit word, or a single element. Rounds to nearest even.
 __device__ __forceinline__ void unpack(unsigned int word, float, float* out) { out[0] = __uint_as_float(word); }

@@ -116,30 +116,24 @@ class Pool {
   }
 
   void release(void* block) {
-    std::vector<FreeBlock> evicted;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      const auto found = used_.find(block);
-      const int64_t size = found->second;
-      used_.erase(found);
-      ASAN_POISON_MEMORY_REGION(block, size);
-      stats_.used_bytes -= size;
-      stats_.cached_bytes += size;
-      free_by_age_.push_back({block, size});
-      free_by_size_[size].push_back(std::prev(free_by_age_.end()));
-      evicted = evict_down_to(limit_);
-    }
-    for (const FreeBlock& old : evicted) system_release(old.block, old.size);
+    Evicted evicted;
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = used_.find(block);
+    const int64_t size = found->second;
+    used_.erase(found);
+    ASAN_POISON_MEMORY_REGION(block, size);
+    stats_.used_bytes -= size;
+    stats_.cached_bytes += size;
+    free_by_age_.push_back({block, size});
+    free_by_size_[size].push_back(std::prev(free_by_age_.end()));
+    evict_down_to(limit_, evicted);
   }
 
   void set_limit(int64_t bytes) {
-    std::vector<FreeBlock> evicted;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      limit_ = bytes;
-      evicted = evict_down_to(bytes);
-    }
-    for (const FreeBlock& old : evicted) system_release(old.block, old.size);
+    Evicted evicted;
+    std::lock_guard<std::mutex> lock(mutex_);
+    limit_ = bytes;
+    evict_down_to(bytes, evicted);
   }
 
   // Around a fork: no other thread's hold of the lock goes into the child, where nobody would let it go.
@@ -157,6 +151,14 @@ class Pool {
     int64_t size;
   };
   using FreeList = std::list<FreeBlock>;
+
+  // Blocks that go back to the system when a scope ends: behind a lock that is taken after this was made, unlocked.
+  struct Evicted {
+    ~Evicted() {
+      for (const FreeBlock& old : blocks) system_release(old.block, old.size);
+    }
+    std::vector<FreeBlock> blocks;
+  };
 
   void* allocate_block(int64_t size) {
     {
@@ -187,28 +189,23 @@ class Pool {
     try {
       return system_allocate(size);
     } catch (const std::bad_alloc&) {
-      std::vector<FreeBlock> evicted;
-      {
-        std::lock_guard<std::mutex> lock(mutex_);
-        evicted = evict_down_to(0);
-      }
-      for (const FreeBlock& old : evicted) system_release(old.block, old.size);
+      Evicted evicted;
+      std::lock_guard<std::mutex> lock(mutex_);
+      evict_down_to(0, evicted);
     }
     return system_allocate(size);
   }
 
-  // Takes the oldest free blocks out until `bytes` are left; the caller returns them to the system, unlocked.
-  std::vector<FreeBlock> evict_down_to(int64_t bytes) {
-    std::vector<FreeBlock> evicted;
+  // Takes the oldest free blocks out until `bytes` are left.
+  void evict_down_to(int64_t bytes, Evicted& evicted) {
     while (stats_.cached_bytes > bytes) {
       const auto oldest = free_by_age_.begin();
       auto& bucket = free_by_size_[oldest->size];
       bucket.erase(bucket.begin());  // within a bucket blocks are in order of age too
       stats_.cached_bytes -= oldest->size;
-      evicted.push_back(*oldest);
+      evicted.blocks.push_back(*oldest);
       free_by_age_.pop_front();
     }
-    return evicted;
   }
 
   std::mutex mutex_;

@@ -27,8 +27,7 @@ void permute_rows(const RowMap& map, DType dtype, DType wire, int64_t hidden, Co
     const int64_t last = std::min(first + together, end);
     if (is_narrowed) {
       const MutableRows target{converted.data(), row_bytes};
-      const ConstRows source{static_cast<const uint8_t*>(tokens.data) + first * tokens.stride_bytes,
-                             tokens.stride_bytes};
+      const ConstRows source{tokens.row(first), tokens.stride_bytes};
       kernels().wire.convert(dtype, wire, hidden, source, nullptr, target, 0, last - first, false);
       RowMap part = map;
       part.offsets += first;
@@ -39,7 +38,7 @@ void permute_rows(const RowMap& map, DType dtype, DType wire, int64_t hidden, Co
     if (probs == nullptr) continue;
     for (int64_t i = map.offsets[first], t = first; i < map.offsets[last]; ++i) {
       while (i == map.offsets[t + 1]) ++t;
-      uint8_t* lane = static_cast<uint8_t*>(permuted_probs.data) + map.rows[i] * permuted_probs.stride_bytes;
+      uint8_t* lane = permuted_probs.row(map.rows[i]);
       const int64_t pair = t * map.num_experts + map.experts[i];
       std::memcpy(lane, static_cast<const uint8_t*>(probs) + pair * prob_size, prob_size);
       std::memset(lane + prob_size, 0, prob_lane_bytes - prob_size);
@@ -59,11 +58,8 @@ void sum_rows(const RowMap& map, DType from, DType to, int64_t hidden, ConstRows
   std::vector<const uint8_t*> of_token;
   for (int64_t t = begin; t < end; ++t) {
     of_token.clear();
-    for (int64_t i = map.offsets[t]; i < map.offsets[t + 1]; ++i) {
-      of_token.push_back(static_cast<const uint8_t*>(rows.data) + map.rows[i] * rows.stride_bytes);
-    }
-    kernels().wire.sum(from, to, hidden, of_token.data(), static_cast<int64_t>(of_token.size()), true,
-                       static_cast<uint8_t*>(out.data) + t * out.stride_bytes);
+    for (int64_t i = map.offsets[t]; i < map.offsets[t + 1]; ++i) of_token.push_back(rows.row(map.rows[i]));
+    kernels().wire.sum(from, to, hidden, of_token.data(), static_cast<int64_t>(of_token.size()), true, out.row(t));
   }
 }
 
@@ -81,9 +77,8 @@ void unpermute_probs(const RowMap& map, ConstRows grad_permuted_probs, int64_t p
   std::fill_n(out + begin * map.num_experts * prob_size, (end - begin) * map.num_experts * prob_size, uint8_t{0});
   for (int64_t t = begin; t < end; ++t) {
     for (int64_t i = map.offsets[t]; i < map.offsets[t + 1]; ++i) {
-      const uint8_t* lane =
-          static_cast<const uint8_t*>(grad_permuted_probs.data) + map.rows[i] * grad_permuted_probs.stride_bytes;
-      std::memcpy(out + (t * map.num_experts + map.experts[i]) * prob_size, lane, prob_size);
+      std::memcpy(out + (t * map.num_experts + map.experts[i]) * prob_size, grad_permuted_probs.row(map.rows[i]),
+                  prob_size);
     }
   }
 }

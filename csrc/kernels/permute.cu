@@ -286,18 +286,12 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 // Calls launch(ProbUnit{}) with the widest unit, at most 4 bytes, that divides every lane's address and all sizes.
-template <typename Launch>
-void with_prob_unit(const void* lanes, int64_t lane_stride, int64_t lane_bytes, int64_t prob_size, Launch launch) {
+template <typename Rows, typename Launch>
+void with_prob_unit(const Rows& lanes, int64_t lane_bytes, int64_t prob_size, const Launch& launch) {
   const auto fits = [&](int64_t bytes) {
-    return rows_aligned(lanes, lane_stride, bytes) && lane_bytes % bytes == 0 && prob_size % bytes == 0;
+    return rows_aligned(bytes, lanes) && lane_bytes % bytes == 0 && prob_size % bytes == 0;
   };
-  if (fits(4)) {
-    launch(UnitOf<4>::type{});
-  } else if (fits(2)) {
-    launch(UnitOf<2>::type{});
-  } else {
-    launch(UnitOf<1>::type{});
-  }
+  with_unit<4, 2, 1>(fits, launch);
 }
 
 }  // namespace
@@ -312,40 +306,30 @@ void permute_rows(const RowMap& map, DType dtype, DType wire, int64_t hidden, Co
   if (map.num_tokens == 0 || map.num_rows == 0) return;
   const unsigned blocks = grid_blocks(map.num_tokens, "permute_rows");
   const int64_t row_bytes = hidden * element_size(dtype);
-  const auto fits = [&](int64_t bytes) {
-    return row_bytes % bytes == 0 && rows_aligned(tokens.data, tokens.stride_bytes, bytes) &&
-           rows_aligned(permuted.data, permuted.stride_bytes, bytes);
-  };
-  const auto launch = [&](auto unit, auto prob_unit, auto with_probs) {
-    using Unit = decltype(unit);
+  const auto fits = [&](int64_t bytes) { return row_bytes % bytes == 0 && rows_aligned(bytes, tokens, permuted); };
+  const auto launch = [&](auto prob_unit, auto with_probs) {
     using ProbUnit = decltype(prob_unit);
-    const int64_t units = row_bytes / static_cast<int64_t>(sizeof(Unit));
-    const int piece_units = static_cast<int>(std::min<int64_t>(units, kPieceBytes / sizeof(Unit)));
-    const int threads = std::min(kPermuteThreads, row_threads(units, 1));
     const ProbLanes lanes{static_cast<char*>(permuted_probs.data), permuted_probs.stride_bytes,
                           static_cast<int>(prob_size / sizeof(ProbUnit)),
                           static_cast<int>(prob_lane_bytes / sizeof(ProbUnit))};
-    permute_rows_kernel<Unit, ProbUnit, with_probs>
-        <<<blocks, threads, piece_units * sizeof(Unit), static_cast<cudaStream_t>(stream)>>>(
-            map.offsets, map.rows, map.experts, map.num_experts, rows_a_token(map), units, piece_units,
-            static_cast<const char*>(tokens.data), tokens.stride_bytes, static_cast<char*>(permuted.data),
-            permuted.stride_bytes, static_cast<const ProbUnit*>(probs), lanes);
-    check(cudaGetLastError(), "permute_rows_kernel");
-  };
-  const auto launch_rows = [&](auto prob_unit, auto with_probs) {
-    if (fits(kVectorBytes)) {
-      launch(UnitOf<kVectorBytes>::type{}, prob_unit, with_probs);
-    } else if (fits(4)) {
-      launch(UnitOf<4>::type{}, prob_unit, with_probs);
-    } else {
-      launch(UnitOf<2>::type{}, prob_unit, with_probs);
-    }
+    with_unit<kVectorBytes, 4, 2>(fits, [&](auto unit) {
+      using Unit = decltype(unit);
+      const int64_t units = row_bytes / static_cast<int64_t>(sizeof(Unit));
+      const int piece_units = static_cast<int>(std::min<int64_t>(units, kPieceBytes / sizeof(Unit)));
+      const int threads = std::min(kPermuteThreads, row_threads(units, 1));
+      permute_rows_kernel<Unit, ProbUnit, with_probs>
+          <<<blocks, threads, piece_units * sizeof(Unit), static_cast<cudaStream_t>(stream)>>>(
+              map.offsets, map.rows, map.experts, map.num_experts, rows_a_token(map), units, piece_units,
+              static_cast<const char*>(tokens.data), tokens.stride_bytes, static_cast<char*>(permuted.data),
+              permuted.stride_bytes, static_cast<const ProbUnit*>(probs), lanes);
+      check(cudaGetLastError(), "permute_rows_kernel");
+    });
   };
   if (probs == nullptr) {
-    launch_rows(UnitOf<4>::type{}, std::false_type{});
+    launch(UnitOf<4>::type{}, std::false_type{});
   } else {
-    with_prob_unit(permuted_probs.data, permuted_probs.stride_bytes, prob_lane_bytes, prob_size,
-                   [&](auto prob_unit) { launch_rows(prob_unit, std::true_type{}); });
+    with_prob_unit(permuted_probs, prob_lane_bytes, prob_size,
+                   [&](auto prob_unit) { launch(prob_unit, std::true_type{}); });
   }
 }
 
@@ -353,9 +337,7 @@ void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows pe
                     MutableRows tokens, void* stream) {
   if (map.num_tokens == 0 || hidden == 0) return;
   const unsigned blocks = grid_blocks(map.num_tokens, "unpermute_rows");
-  const bool wide = hidden * element_size(dtype) % kVectorBytes == 0 &&
-                    rows_aligned(permuted.data, permuted.stride_bytes, kVectorBytes) &&
-                    rows_aligned(tokens.data, tokens.stride_bytes, kVectorBytes);
+  const bool wide = hidden * element_size(dtype) % kVectorBytes == 0 && rows_aligned(kVectorBytes, permuted, tokens);
   with_vector(dtype, wide, [&](auto element, auto count) {
     const int64_t vectors = hidden / count;
     const auto launch = [&](auto with_probs) {
@@ -383,9 +365,7 @@ void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, Con
   if (map.num_rows == 0) return;
   const unsigned blocks = grid_blocks(map.num_tokens, "unpermute_rows_backward");
   const bool wide = hidden * element_size(dtype) % kVectorBytes == 0 &&
-                    rows_aligned(grad_tokens.data, grad_tokens.stride_bytes, kVectorBytes) &&
-                    rows_aligned(permuted.data, permuted.stride_bytes, kVectorBytes) &&
-                    rows_aligned(grad_permuted.data, grad_permuted.stride_bytes, kVectorBytes);
+                    rows_aligned(kVectorBytes, grad_tokens, permuted, grad_permuted);
   with_vector(dtype, wide, [&](auto element, auto count) {
     const int64_t vectors = hidden / count;
     unpermute_rows_backward_kernel<decltype(element), count><<<blocks, row_threads(vectors, 1), 0, cuda_stream>>>(
@@ -404,7 +384,7 @@ void unpermute_probs(const RowMap& map, ConstRows grad_permuted_probs, int64_t p
         "memset of grad_probs");
   if (map.num_rows == 0) return;
   const unsigned blocks = grid_blocks(divide_up(map.num_tokens, kBlockThreads / kWarp), "unpermute_probs");
-  with_prob_unit(grad_permuted_probs.data, grad_permuted_probs.stride_bytes, prob_size, prob_size, [&](auto prob_unit) {
+  with_prob_unit(grad_permuted_probs, prob_size, prob_size, [&](auto prob_unit) {
     using ProbUnit = decltype(prob_unit);
     unpermute_probs_kernel<ProbUnit><<<blocks, kBlockThreads, 0, cuda_stream>>>(
         map.offsets, map.rows, map.experts, map.num_tokens, map.num_experts, rows_a_token(map),

@@ -1,7 +1,6 @@
 #include "residual_codec.h"
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -14,7 +13,6 @@ namespace {
 
 constexpr int64_t kSampleLines = 2048;  // a cache line each: single elements would cost as many cache misses
 constexpr int64_t kLineElements = 16;
-constexpr double kSampleSigmas = 4.0;  // how far the guess stays below what the sample says
 constexpr Digit kDigits[] = {{20, 11}, {10, 10}, {0, 10}};
 
 template <typename T>
@@ -97,8 +95,7 @@ class Encoder {
   void collect(int64_t kept) {
     const std::vector<float> sample = sample_residuals();
     const auto sampled = static_cast<int64_t>(sample.size());
-    const double expected = static_cast<double>(kept) / static_cast<double>(numel_) * static_cast<double>(sampled);
-    auto rank = static_cast<int64_t>(expected + kSampleSigmas * std::sqrt(expected)) + 1;
+    int64_t rank = sample_rank(numel_, kept, sampled);
     const ForEach in_order = [](int64_t count, const auto& body) {
       for (int64_t i = 0; i < count; ++i) body(i);
     };

@@ -6,8 +6,6 @@
 // exact k-th magnitude, and its ties and what is above it are written in order. If the sample misled, because fewer
 // than k reach it or more than fit a segment's list, the later kernels read the residuals of that segment, or of all,
 // from the weights again: slower, with the same result.
-#include <cmath>
-
 #include "cuda_common.cuh"
 #include "residual_codec.h"
 
@@ -21,9 +19,8 @@ constexpr int64_t kMaxSelectBlocks = 512;  // each looks at all histogram bins a
 constexpr int kSampleThreads = 1024;
 constexpr int kThreadSamples = 8;
 constexpr int kSamples = kSampleThreads * kThreadSamples;
-constexpr double kSampleSigmas = 4.0;  // how far the guess stays below what the sample says
-constexpr int kBatch = 4;              // vectors of each tensor that a thread requests together
-constexpr int kTries = 8;              // places that a lane looks at together where it searches one
+constexpr int kBatch = 4;  // vectors of each tensor that a thread requests together
+constexpr int kTries = 8;  // places that a lane looks at together where it searches one
 constexpr int kTileBytes = kBlockThreads * kBatch * kVectorBytes;  // of a block's share in decode
 
 constexpr int kDigits = 3;  // of a 31-bit magnitude, 11, 10 and 10 bits, the upper ones first
@@ -499,8 +496,8 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // Whether tensors of numel elements, one after the other, can be moved in vectors.
 bool can_vectorize(DType dtype, int64_t numel, const void* a, const void* b) {
-  return numel * element_size(dtype) % kVectorBytes == 0 && rows_aligned(a, 0, kVectorBytes) &&
-         rows_aligned(b, 0, kVectorBytes);
+  return numel * element_size(dtype) % kVectorBytes == 0 &&
+         rows_aligned(kVectorBytes, ConstRows{a, 0}, ConstRows{b, 0});
 }
 
 }  // namespace
@@ -522,8 +519,7 @@ void sr_encode(DType dtype, int64_t numel, const void* expert, const void* share
   check(cudaMemsetAsync(scratch.control, 0, sizeof(Control), cuda_stream), "memset of sr_encode's scratch");
 
   // Without a guess, in small experts and for most of an expert, every residual is a candidate.
-  const double expected = static_cast<double>(kept) / static_cast<double>(numel) * kSamples;
-  const int rank = static_cast<int>(expected + kSampleSigmas * std::sqrt(expected)) + 1;
+  const int rank = static_cast<int>(sample_rank(numel, kept, kSamples));
   const bool guess = numel >= 2 * kSamples && rank < kSamples;
   const unsigned collect_blocks = grid_blocks(divide_up(scratch.segments, kBlockWarps), "sr_encode");
   with_vector(dtype, can_vectorize(dtype, numel, expert, shared), [&](auto element, auto count) {

@@ -15,6 +15,7 @@
 //                                 the low one first; then the place of every entry inside its block.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "for_each.h"
@@ -27,6 +28,14 @@ constexpr int64_t kMaxCodecElements = INT32_MAX;  // of one expert
 
 constexpr int64_t codec_blocks(int64_t numel) { return (numel + kCodecBlock - 1) / kCodecBlock; }
 constexpr int64_t codec_index_words(int64_t numel, int64_t kept) { return 2 * codec_blocks(numel) + kept; }
+
+// Encode looks through all residuals from a magnitude on that a sample suggests: the one of this rank among as many
+// residuals. It stays below what the sample says, so that a little more than `kept` residuals of `numel` reach it.
+inline int64_t sample_rank(int64_t numel, int64_t kept, int64_t samples) {
+  constexpr double kSigmas = 4.0;
+  const double expected = static_cast<double>(kept) / static_cast<double>(numel) * static_cast<double>(samples);
+  return static_cast<int64_t>(expected + kSigmas * std::sqrt(expected)) + 1;
+}
 
 namespace cpu {
 

@@ -174,9 +174,8 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
   if (num_rows == 0 || width == 0) return;
   const Parts all = runs_of(parts, num_parts);
   const auto aligned = [&](int64_t bytes) {
-    bool every = rows_aligned(out.data, out.stride_bytes, bytes);
-    for (int p = 0; p < num_parts; ++p) every = every && rows_aligned(parts[p].data, out.stride_bytes, bytes);
-    return every;
+    return rows_aligned(bytes, out) &&
+           std::all_of(parts, parts + num_parts, [&](ConstRows part) { return rows_aligned(bytes, part); });
   };
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   char* target = static_cast<char*>(out.data);
@@ -189,7 +188,7 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
   };
   if (has_scales(dtype)) {
     const unsigned blocks = grid_blocks(num_rows, "sum_parts");
-    Side side = side_of(dtype, width, target, out.stride_bytes);
+    Side side = side_of(dtype, width, out);
     side.wide = side.wide && aligned(kVectorBytes);
     const auto launch = [&](auto rows) {
       sum_wire_parts_kernel<decltype(rows)>

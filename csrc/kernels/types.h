@@ -27,10 +27,12 @@ constexpr int64_t element_size(DType dtype) {
 struct ConstRows {
   const void* data;
   int64_t stride_bytes;
+  const uint8_t* row(int64_t index) const { return static_cast<const uint8_t*>(data) + index * stride_bytes; }
 };
 struct MutableRows {
   void* data;
   int64_t stride_bytes;
+  uint8_t* row(int64_t index) const { return static_cast<uint8_t*>(data) + index * stride_bytes; }
 };
 
 }  // namespace moe_opt

@@ -95,11 +95,10 @@ void convert_rows(DType from, DType to, int64_t hidden, ConstRows source, const 
                   int64_t num_rows, void* stream) {
   if (num_rows == 0 || hidden == 0) return;
   const unsigned blocks = grid_blocks(num_rows, "convert_rows");
+  const Side in = side_of(from, hidden, source), out = side_of(to, hidden, target);
   with_formats<false>(from, to, [&](auto of_source, auto of_target) {
     convert_rows_kernel<decltype(of_source), decltype(of_target)>
-        <<<blocks, piece_threads(hidden), 0, static_cast<cudaStream_t>(stream)>>>(
-            side_of(from, hidden, source.data, source.stride_bytes), sources,
-            side_of(to, hidden, target.data, target.stride_bytes));
+        <<<blocks, piece_threads(hidden), 0, static_cast<cudaStream_t>(stream)>>>(in, sources, out);
     check(cudaGetLastError(), "convert_rows_kernel");
   });
 }
@@ -116,9 +115,8 @@ void permute_wire(const RowMap& map, DType from, DType to, int64_t hidden, Const
     if constexpr (!has_scales(From::kDType)) {
       permute_wire_kernel<From, decltype(of_rows)>
           <<<blocks, piece_threads(hidden), 0, static_cast<cudaStream_t>(stream)>>>(
-              map.offsets, map.rows, map.experts, map.num_experts,
-              side_of(from, hidden, tokens.data, tokens.stride_bytes),
-              side_of(to, hidden, permuted.data, permuted.stride_bytes), static_cast<const char*>(probs), lanes);
+              map.offsets, map.rows, map.experts, map.num_experts, side_of(from, hidden, tokens),
+              side_of(to, hidden, permuted), static_cast<const char*>(probs), lanes);
       check(cudaGetLastError(), "permute_wire_kernel");
     }
   });
@@ -131,8 +129,7 @@ void sum_rows(const RowMap& map, DType from, DType to, int64_t hidden, ConstRows
   with_formats<true>(from, to, [&](auto of_rows, auto of_out) {
     sum_wire_rows_kernel<decltype(of_rows), decltype(of_out)>
         <<<blocks, piece_threads(hidden), 0, static_cast<cudaStream_t>(stream)>>>(
-            map.offsets, map.rows, side_of(from, hidden, rows.data, rows.stride_bytes),
-            side_of(to, hidden, out.data, out.stride_bytes));
+            map.offsets, map.rows, side_of(from, hidden, rows), side_of(to, hidden, out));
     check(cudaGetLastError(), "sum_wire_rows_kernel");
   });
 }

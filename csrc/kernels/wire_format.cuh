@@ -21,11 +21,12 @@ struct Side {
 
   __device__ __forceinline__ char* row(int64_t index) const { return data + index * stride; }
 };
-inline Side side_of(DType format, int64_t hidden, const void* data, int64_t stride_bytes) {
-  const bool wide = hidden % kPiece == 0 && rows_aligned(data, stride_bytes, kVectorBytes);
+template <typename Rows>
+Side side_of(DType format, int64_t hidden, const Rows& rows) {
+  const bool wide = hidden % kPiece == 0 && rows_aligned(kVectorBytes, rows);
   const int64_t scales = has_scales(format) ? first_scale(format, hidden) : 0;
-  char* rows = static_cast<char*>(const_cast<void*>(data));
-  return {rows, stride_bytes, hidden, scales, payload_bytes(format, hidden), wide};
+  char* data = static_cast<char*>(const_cast<void*>(rows.data));
+  return {data, rows.stride_bytes, hidden, scales, payload_bytes(format, hidden), wide};
 }
 
 // Elements of a dtype. Every format has: Packed, what a piece is in registers; load, widen, narrow and store;

@@ -30,9 +30,9 @@ struct Executor::Run {
     return true;
   }
 
-  void fail(int op, const PeerError& error) {
+  void fail(const Failure& of_op) {
     if (failure) return;  // the first one counts; the others are its consequences
-    failure = Failure{op, error.peer, error.what()};
+    failure = of_op;
     abort_running();
   }
 
@@ -184,19 +184,14 @@ void Executor::Lanes::run_lane(Run& run, int lane, std::unique_lock<std::mutex>&
       if (run.failure) return;
       run.running[lane] = action.get();
       lock.unlock();
-      std::optional<PeerError> error;
-      try {
+      const std::optional<Failure> failure = failure_of(static_cast<int>(i), [&] {
         action->run();
         action->join();  // on a host nothing orders what is left running before the next op
-      } catch (const PeerError& caught) {
-        error = caught;
-      } catch (const std::exception& caught) {
-        error = PeerError(caught.what(), -1);
-      }
+      });
       lock.lock();
       run.running[lane] = nullptr;
-      if (error) {
-        run.fail(static_cast<int>(i), *error);
+      if (failure) {
+        run.fail(*failure);
         wake_all();  // lanes that wait for an op need not wait any longer
       }
     }

@@ -52,6 +52,19 @@ struct Failure {
   std::string reason;
 };
 
+// The failure of an op, if body() throws.
+template <typename Body>
+std::optional<Failure> failure_of(int op, const Body& body) {
+  try {
+    body();
+  } catch (const PeerError& error) {
+    return Failure{op, error.peer, error.what()};
+  } catch (const std::exception& error) {
+    return Failure{op, -1, error.what()};
+  }
+  return std::nullopt;
+}
+
 // Start and end of an op in seconds since run() was called.
 struct Span {
   double start;

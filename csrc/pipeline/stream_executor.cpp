@@ -106,14 +106,9 @@ class StreamExecutor::Issue {
 
   // The first failure counts; the others are its consequences.
   template <typename Function>
-  void attempt(int i, Function function) {
-    try {
-      function();
-    } catch (const PeerError& error) {
-      if (!failure_) failure_ = Failure{i, error.peer, error.what()};
-    } catch (const std::exception& error) {
-      if (!failure_) failure_ = Failure{i, -1, error.what()};
-    }
+  void attempt(int i, const Function& function) {
+    const std::optional<Failure> failure = failure_of(i, function);
+    if (!failure_) failure_ = failure;
   }
 
   StreamExecutor& executor_;

@@ -240,7 +240,7 @@ void test_offsets_past_32_bits(const char* isa) {
     expect(sums[h] == tokens[h] && sums[hidden + h] == 2 * tokens[hidden + h], "sum of far rows", isa);
   }
   const int64_t source_rows[] = {2, 1}, target_rows[] = {0, 1}, counts[] = {1, 1};
-  cpu::copy_chunks({2, source_rows, target_rows, counts}, row_bytes, far, stride, sums.data(), row_bytes, 0, 2);
+  cpu::copy_chunks({2, source_rows, target_rows, counts}, row_bytes, {far, stride}, {sums.data(), row_bytes}, 2, 0, 2);
   expect(sums == tokens, "chunks of far rows", isa);
   munmap(base, reserved);
 }
@@ -253,8 +253,7 @@ void test_chunks(const char* isa) {
       Matrix source(23, row_bytes, row_bytes + padding, 3), target(20, row_bytes, row_bytes + padding, 1);
       for (int64_t r = 0; r < 23; ++r) std::memset(source.row(r), static_cast<int>(r + 1), row_bytes);
       in_parallel(20, [&](int64_t begin, int64_t end) {
-        cpu::copy_chunks(chunks, row_bytes, source.row(0), row_bytes + padding, target.row(0), row_bytes + padding,
-                         begin, end);
+        cpu::copy_chunks(chunks, row_bytes, source.in(), target.out(), 20, begin, end);
       });
       for (int64_t c = 0; c < 4; ++c) {
         for (int64_t i = 0; i < counts[c]; ++i) {
