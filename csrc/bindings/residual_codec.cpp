@@ -42,42 +42,33 @@ std::tuple<Tensor, Tensor> sr_encode(const Input<"expert">& expert, const Input<
   return {values, indices};
 }
 
-// shared + residuals, in `out` if given.
-Tensor sr_decode(const Input<"values">& values, const Input<"indices">& indices, const Input<"shared">& shared,
-                 const std::optional<Buffer<"out">>& out) {
-  check_expert(shared, shared);
-  const at::Device device = shared.device();
-  const int64_t numel = shared.numel(), k = values.numel();
+// Adds the residuals to the shared expert, in place.
+void sr_decode(const Input<"values">& values, const Input<"indices">& indices, const Buffer<"expert">& expert) {
+  check_expert(expert, expert);
+  const at::Device device = expert.device();
+  const int64_t numel = expert.numel(), k = values.numel();
   check_tensor(values, 1, device);
   check_tensor(indices, 1, device);
-  check(values.scalar_type() == shared.scalar_type(), "values are ", values.scalar_type(), ", but shared is ",
-        shared.scalar_type());
+  check(values.scalar_type() == expert.scalar_type(), "values are ", values.scalar_type(), ", but expert is ",
+        expert.scalar_type());
   check(indices.scalar_type() == ScalarType::UInt16, "indices must be uint16, but are ", indices.scalar_type());
   check(k <= numel && indices.numel() == codec_index_words(numel, k), values.numel(), " values with ", indices.numel(),
-        " indices do not belong to an expert of shape ", shared.sizes());
-  if (out) {
-    check_expert(*out, shared);
-    const bool apart = !overlap(*out, shared) && !overlap(*out, values) && !overlap(*out, indices);
-    check(apart, "out shares memory with values, indices or shared");
-  }
-  const DType dtype = kernel_dtype(shared);
-  Tensor expert = out ? Tensor(*out) : empty_like(shared.sizes(), shared.scalar_type(), shared);
-  if (out) expert.unsafeGetTensorImpl()->bump_version();  // so that autograd sees that it was written
+        " indices do not belong to an expert of shape ", expert.sizes());
+  check(!overlap(expert, values) && !overlap(expert, indices), "expert shares memory with values or indices");
+  const DType dtype = kernel_dtype(expert);
+  expert.unsafeGetTensorImpl()->bump_version();  // so that autograd sees that it was written
   void* expert_data = expert.mutable_data_ptr();
   const void* values_data = values.const_data_ptr();
   const uint16_t* indices_data = indices.const_data_ptr<uint16_t>();
-  const void* shared_data = shared.const_data_ptr();
-  MOE_OPT_IF_CUDA(shared,
-                  cuda::sr_decode(dtype, numel, values_data, indices_data, k, shared_data, expert_data, call.stream)) {
+  MOE_OPT_IF_CUDA(expert, cuda::sr_decode(dtype, numel, values_data, indices_data, k, expert_data, call.stream)) {
     std::atomic<bool> ok{cpu::codec_ends_valid(numel, indices_data, k)};
     if (ok) {
       at::parallel_for(0, codec_blocks(numel), 1, [&](int64_t begin, int64_t end) {
-        if (!cpu::sr_decode(dtype, numel, values_data, indices_data, shared_data, expert_data, begin, end)) ok = false;
+        if (!cpu::sr_decode(dtype, numel, values_data, indices_data, expert_data, begin, end)) ok = false;
       });
     }
-    check(ok, "indices are not what sr_encode writes for an expert of shape ", shared.sizes());
+    check(ok, "indices are not what sr_encode writes for an expert of shape ", expert.sizes());
   }
-  return expert;
 }
 
 }  // namespace

@@ -12,7 +12,6 @@ namespace {
 
 constexpr uint32_t kMagnitudeBits = 0x7fffffffu;
 constexpr uint32_t kNaNMagnitude = 0x7f800001u;  // the least that a NaN can have
-constexpr int64_t kDecodeElements = 4096;        // copied, then corrected while in the first-level cache
 
 uint32_t magnitude(float residual) {
   const uint32_t bits = as_bits(residual) & kMagnitudeBits;
@@ -189,39 +188,22 @@ int64_t keep(DType dtype, const float* residuals, const uint16_t* places, int64_
 }
 
 template <typename T>
-bool decode_of(const T* values, const uint16_t* places, int64_t entries, const T* shared, T* out, int64_t count,
-               bool streaming) {
-  T staged[kDecodeElements];  // what bypasses the caches must be right before it is stored
-  int64_t entry = 0;
-  for (int64_t begin = 0; begin < count; begin += kDecodeElements) {
-    const int64_t part = count - begin < kDecodeElements ? count - begin : kDecodeElements;
-    const int64_t bytes = part * static_cast<int64_t>(sizeof(T));
-    T* const target = streaming ? staged : out + begin;
-    copy_bytes(reinterpret_cast<uint8_t*>(target), reinterpret_cast<const uint8_t*>(shared + begin), bytes, false);
-    // Stops at the first place past this part, and for good at one that is not above the place before it.
-    const int64_t end = begin + part;
-    for (int64_t lowest = begin; entry < entries; ++entry) {
-      const int64_t place = places[entry];
-      if (static_cast<uint64_t>(place - lowest) >= static_cast<uint64_t>(end - lowest)) break;
-      T* const element = target + (place - begin);
-      const T whole = decoded(load_raw(element), load_raw(values + entry));
-      std::memcpy(element, &whole, sizeof(whole));
-      lowest = place + 1;
-    }
-    if (streaming) {
-      copy_bytes(reinterpret_cast<uint8_t*>(out + begin), reinterpret_cast<const uint8_t*>(staged), bytes, true);
-    }
+bool decode_of(const T* values, const uint16_t* places, int64_t entries, T* expert, int64_t count) {
+  int64_t lowest = 0;
+  for (int64_t entry = 0; entry < entries; ++entry) {
+    const int64_t place = places[entry];
+    if (place < lowest || place >= count) return false;
+    const T whole = decoded(load_raw(expert + place), load_raw(values + entry));
+    std::memcpy(expert + place, &whole, sizeof(whole));
+    lowest = place + 1;
   }
-  if (streaming) stream_fence();
-  return entry == entries;
+  return true;
 }
 
-bool decode(DType dtype, const void* values, const uint16_t* places, int64_t entries, const void* shared, void* out,
-            int64_t count, bool streaming) {
+bool decode(DType dtype, const void* values, const uint16_t* places, int64_t entries, void* expert, int64_t count) {
   return with_element(dtype, [&](auto element) {
     using T = decltype(element);
-    return decode_of(static_cast<const T*>(values), places, entries, static_cast<const T*>(shared),
-                     static_cast<T*>(out), count, streaming);
+    return decode_of(static_cast<const T*>(values), places, entries, static_cast<T*>(expert), count);
   });
 }
 

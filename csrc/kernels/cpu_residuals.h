@@ -32,10 +32,9 @@ struct ResidualKernels {
   // they are whole elements of `expert`, see residual_codec.h, these take their place.
   int64_t (*keep)(DType dtype, const float* residuals, const uint16_t* places, int64_t count, uint32_t kth,
                   Quota* quota, const void* expert, const void* shared, void* values, uint16_t* kept_places);
-  // out = shared, plus values[i] at places[i], or the whole element that values[i] stands for. False where the places
-  // do not ascend inside [0, count).
-  bool (*decode)(DType dtype, const void* values, const uint16_t* places, int64_t entries, const void* shared,
-                 void* out, int64_t count, bool streaming);
+  // Adds values[i] to the element at places[i], or puts the whole element there that values[i] stands for. False where
+  // the places do not ascend inside [0, count).
+  bool (*decode)(DType dtype, const void* values, const uint16_t* places, int64_t entries, void* expert, int64_t count);
 };
 
 }  // namespace moe_opt

@@ -212,17 +212,15 @@ bool codec_ends_valid(int64_t numel, const uint16_t* indices, int64_t kept) {
   return rising && last == kept;
 }
 
-bool sr_decode(DType dtype, int64_t numel, const void* values, const uint16_t* indices, const void* shared, void* out,
-               int64_t begin, int64_t end) {
+bool sr_decode(DType dtype, int64_t numel, const void* values, const uint16_t* indices, void* expert, int64_t begin,
+               int64_t end) {
   const uint16_t* const places = indices + 2 * codec_blocks(numel);
-  const bool streaming = should_stream(numel * element_size(dtype));
   bool ok = true;
   for (int64_t b = begin; b < end; ++b) {
     const int64_t first = b > 0 ? block_end(indices, b - 1) : 0;
-    const int64_t at = b * kCodecBlock;
-    ok &= kernels().residuals.decode(dtype, element(values, first, dtype), places + first,
-                                     block_end(indices, b) - first, element(shared, at, dtype), element(out, at, dtype),
-                                     block_elements(numel, b), streaming);
+    ok &=
+        kernels().residuals.decode(dtype, element(values, first, dtype), places + first, block_end(indices, b) - first,
+                                   element(expert, b * kCodecBlock, dtype), block_elements(numel, b));
   }
   return ok;
 }

@@ -20,8 +20,6 @@ constexpr int kSampleThreads = 1024;
 constexpr int kThreadSamples = 8;
 constexpr int kSamples = kSampleThreads * kThreadSamples;
 constexpr int kBatch = 4;  // vectors of each tensor that a thread requests together
-constexpr int kTries = 8;  // places that a lane looks at together where it searches one
-constexpr int kTileBytes = kBlockThreads * kBatch * kVectorBytes;  // of a block's share in decode
 
 constexpr int kDigits = 3;  // of a 31-bit magnitude, 11, 10 and 10 bits, the upper ones first
 constexpr int kMaxBins = 2048;
@@ -415,82 +413,19 @@ __device__ __forceinline__ int64_t block_end(const uint16_t* indices, int64_t bl
   return int64_t{indices[2 * block]} | int64_t{indices[2 * block + 1]} << 16;
 }
 
-// The first of the ascending places [begin, end) that is not below `bound`, or `end`; all lanes of a warp call it. Each
-// round tries 256 places, requested together, and keeps the stretch between two of them: two rounds for a codec block.
-__device__ int64_t lower_bound(const uint16_t* places, int64_t begin, int64_t end, int bound) {
-  while (begin < end) {
-    const int64_t step = divide_up(end - begin, kWarp * kTries);
-    bool is_below[kTries];
-#pragma unroll
-    for (int t = 0; t < kTries; ++t) {
-      const int64_t tried = begin + step * (t * kWarp + static_cast<int>(threadIdx.x % kWarp));
-      is_below[t] = tried < end && places[tried] < bound;
-    }
-    int below = 0;
-#pragma unroll
-    for (int t = 0; t < kTries; ++t) below += __popc(__ballot_sync(kAllLanes, is_below[t]));
-    if (below == 0) break;
-    end = min(end, begin + below * step);
-    begin += (below - 1) * step + 1;
-  }
-  return begin;
-}
-
-// A block decodes a tile: shared memory holds it while the entries are added. Where kCount > 1, numel is a multiple.
-template <typename T, int kCount>
+// Adds the entries of a block of the format to the expert: nothing else of it is read or written.
+template <typename T>
 __global__ void __launch_bounds__(kBlockThreads)
-    decode_kernel(int64_t numel, const char* values, const uint16_t* __restrict__ indices, int64_t kept,
-                  const char* shared, char* out) {
-  using Packed = Elements<T, kCount>;
+    decode_kernel(int64_t numel, const char* __restrict__ values, const uint16_t* __restrict__ indices, int64_t kept,
+                  char* __restrict__ expert) {
   using Element = Elements<T, 1>;
-  constexpr int kTile = kTileBytes / sizeof(T);
-  static_assert(kCodecBlock % kTile == 0, "a tile lies in one block of the format");
-  __shared__ alignas(kVectorBytes) decltype(Element::unit) tile[kTile];
-  __shared__ int64_t bounds[2];  // the entries of this tile
-  auto* const tile_vectors = reinterpret_cast<decltype(Packed::unit)*>(tile);
-  const int64_t first = int64_t{blockIdx.x} * kTile;
-  const int elements = static_cast<int>(min(int64_t{kTile}, numel - first));
-  const int vectors = elements / kCount;
-  const int64_t first_vector = first / kCount;
-  Packed packed[kBatch];
-  const auto load_batch = [&](int base) {
-#pragma unroll
-    for (int u = 0; u < kBatch; ++u) {
-      const int index = base + u * kBlockThreads;
-      if (index < vectors) packed[u] = Packed::load(shared, first_vector + index);
-    }
-  };
-  load_batch(threadIdx.x);  // where vectors are wide, all of the tile; used after the search below
-
-  const int64_t blocks = divide_up(numel, kCodecBlock);
-  const uint16_t* const places = indices + 2 * blocks;
-  const int start = static_cast<int>(first % kCodecBlock);
-  const int warp = threadIdx.x / kWarp;
-  if (warp < 2) {
-    const int64_t block = first / kCodecBlock;
-    const auto end_of = [&](int64_t b) { return min(kept, block_end(indices, b)); };
-    const int64_t begin = block > 0 ? end_of(block - 1) : 0;
-    const int64_t bound = lower_bound(places, begin, end_of(block), warp == 0 ? start : start + elements);
-    if (threadIdx.x % kWarp == 0) bounds[warp] = bound;
-  }
-  for (int base = threadIdx.x; base < vectors;) {
-#pragma unroll
-    for (int u = 0; u < kBatch; ++u) {
-      const int index = base + u * kBlockThreads;
-      if (index < vectors) tile_vectors[index] = packed[u].unit;
-    }
-    base += kBatch * kBlockThreads;
-    if (base < vectors) load_batch(base);
-  }
-  __syncthreads();
-  for (int64_t entry = bounds[0] + threadIdx.x; entry < bounds[1]; entry += kBlockThreads) {
-    const int place = places[entry] - start;
-    if (place < 0 || place >= elements) continue;  // not what encode wrote
-    tile[place] = decoded<T>(Element{tile[place]}, Element::load(values, entry)).unit;
-  }
-  __syncthreads();
-  for (int index = threadIdx.x; index < vectors; index += kBlockThreads) {
-    Packed{tile_vectors[index]}.store(out, first_vector + index);
+  const int64_t block = blockIdx.x;
+  const uint16_t* const places = indices + 2 * divide_up(numel, kCodecBlock);
+  const int64_t begin = block > 0 ? block_end(indices, block - 1) : 0, end = min(kept, block_end(indices, block));
+  for (int64_t entry = begin + threadIdx.x; entry < end; entry += kBlockThreads) {
+    const int64_t index = block * kCodecBlock + places[entry];
+    if (index >= numel) continue;  // not what encode wrote
+    decoded<T>(Element::load(expert, index), Element::load(values, entry)).store(expert, index);
   }
 }
 
@@ -543,14 +478,13 @@ void sr_encode(DType dtype, int64_t numel, const void* expert, const void* share
   });
 }
 
-void sr_decode(DType dtype, int64_t numel, const void* values, const uint16_t* indices, int64_t kept,
-               const void* shared, void* out, void* stream) {
-  if (numel == 0) return;
-  const unsigned blocks = grid_blocks(divide_up(numel * element_size(dtype), kTileBytes), "sr_decode");
-  with_vector(dtype, can_vectorize(dtype, numel, shared, out), [&](auto element, auto count) {
-    decode_kernel<decltype(element), count><<<blocks, kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        numel, static_cast<const char*>(values), indices, kept, static_cast<const char*>(shared),
-        static_cast<char*>(out));
+void sr_decode(DType dtype, int64_t numel, const void* values, const uint16_t* indices, int64_t kept, void* expert,
+               void* stream) {
+  if (kept == 0) return;
+  const unsigned blocks = grid_blocks(codec_blocks(numel), "sr_decode");
+  with_vector(dtype, false, [&](auto element, auto) {
+    decode_kernel<decltype(element)><<<blocks, kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        numel, static_cast<const char*>(values), indices, kept, static_cast<char*>(expert));
     check(cudaGetLastError(), "decode_kernel");
   });
 }

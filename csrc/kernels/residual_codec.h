@@ -1,8 +1,9 @@
 // The residual codec of expert migration: an expert travels as its largest differences from a shared expert.
 //
-// Encode keeps the `kept` residuals expert - shared of largest magnitude, exactly; decode is shared + residual. Both
-// are taken in float32 and rounded once to the element type. Magnitudes are compared before that rounding: NaN (every
-// NaN alike) ranks above infinity, and among equals the lowest index comes first, so the result is unique.
+// Encode keeps the `kept` residuals expert - shared of largest magnitude, exactly; decode adds them to the shared
+// expert, which it turns into the expert where it lies, so that what has no entry is neither read nor written. Both are
+// taken in float32 and rounded once to the element type. Magnitudes are compared before that rounding: NaN (every NaN
+// alike) ranks above infinity, and among equals the lowest index comes first, so the result is unique.
 //
 // What no sum gives is sent whole, and known by a sum that is not finite: an element that is not finite itself as it
 // is, and one that is with its sign turned, where shared is not finite or the residual overflows. So no NaN that decode
@@ -10,9 +11,8 @@
 //
 // Format, for n elements in blocks of 65,536 (the last may be shorter):
 //   values   [kept]               residuals in the element type, in ascending order of their elements
-//   indices  [2 * blocks + kept]  16-bit words. First, for each block, the number of entries up to its end, as two
-//   words,
-//                                 the low one first; then the place of every entry inside its block.
+//   indices  [2 * blocks + kept]  16-bit words. First, for each block, the number of entries up to its end, as two of
+//                                 them, the low one first; then the place of every entry inside its block.
 #pragma once
 
 #include <cmath>
@@ -47,10 +47,10 @@ void sr_encode(DType dtype, int64_t numel, const void* expert, const void* share
 // Whether the block ends that indices begin with rise from 0 to `kept`.
 bool codec_ends_valid(int64_t numel, const uint16_t* indices, int64_t kept);
 
-// Decodes the blocks [begin, end) of an expert whose block ends are valid. False where the places of a block's entries
-// do not ascend inside it; `out` then holds nothing useful. `out` must not overlap the inputs.
-bool sr_decode(DType dtype, int64_t numel, const void* values, const uint16_t* indices, const void* shared, void* out,
-               int64_t begin, int64_t end);
+// Adds the entries of the blocks [begin, end), whose block ends are valid, to `expert`, which holds the shared one.
+// False where the places of a block's entries do not ascend inside it; `expert` then holds nothing useful.
+bool sr_decode(DType dtype, int64_t numel, const void* values, const uint16_t* indices, void* expert, int64_t begin,
+               int64_t end);
 
 }  // namespace cpu
 
@@ -65,8 +65,8 @@ void sr_encode(DType dtype, int64_t numel, const void* expert, const void* share
                uint16_t* indices, void* scratch, void* stream);
 
 // Entries that lie outside [0, numel) or past `kept` are not read or written; other malformed indices are the caller's.
-void sr_decode(DType dtype, int64_t numel, const void* values, const uint16_t* indices, int64_t kept,
-               const void* shared, void* out, void* stream);
+void sr_decode(DType dtype, int64_t numel, const void* values, const uint16_t* indices, int64_t kept, void* expert,
+               void* stream);
 
 }  // namespace cuda
 }  // namespace moe_opt

@@ -58,26 +58,20 @@ def sr_encode(expert: torch.Tensor, shared: torch.Tensor, k: int) -> tuple[torch
     return _C.sr_encode(expert, shared, k)
 
 
-def sr_decode(
-    values: torch.Tensor, indices: torch.Tensor, shared: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Returns the expert as far as it was kept: shared + residual where there is an entry, shared elsewhere, in one
-    pass.
+def sr_decode(values: torch.Tensor, indices: torch.Tensor, expert: torch.Tensor) -> None:
+    """Turns the shared expert into the expert, as far as it was kept: adds each residual to its element, in place. What
+    has no entry is neither read nor written.
 
     The sum is taken in float32 and rounded once; where it is not finite, the entry stands for a whole element
     (docs/residual-codec.md). Not differentiable.
 
     Args:
-        values, indices: what sr_encode returned for an expert of shared's shape and dtype.
-        shared: the shared expert that the residuals were taken from, contiguous.
-        out: where to write: contiguous, of shared's shape and dtype, apart from the inputs' memory; for example the
-            weight of an expert module (under autograd, its `.data`). Default: a new tensor.
-
-    Returns:
-        `out`, or the new tensor.
+        values, indices: what sr_encode returned.
+        expert: the shared expert that the residuals were taken from, contiguous; for example the weight of an expert
+            module (under autograd, its `.data`).
 
     Raises:
-        ValueError: tensors that do not fit together, or on CPU, indices that sr_encode cannot have written (then `out`
-            holds nothing useful). On CUDA the latter are not found out; they reach no memory outside the tensors.
+        ValueError: tensors that do not fit together, or on CPU, indices that sr_encode cannot have written (then
+            `expert` holds nothing useful). On CUDA the latter are not found out; they reach no memory outside of it.
     """
-    return _C.sr_decode(values, indices, shared, out)
+    _C.sr_decode(values, indices, expert)

@@ -47,7 +47,7 @@ _tolist = torch.Tensor.tolist  # of the host, whatever is patched later
 HOST_ONLY = {
     "plan_exchange", "share_out", "plan_hops", "place_samples", "solve_placement", "build_info", "select_cpu_kernels",
 }  # fmt: skip
-WRITES_LAST = {"sr_decode", "convert_rows", "sum_rows"}  # the argument that is, or may be, where the result goes
+WRITES_LAST = {"sr_decode", "convert_rows", "sum_rows"}  # the argument in which the result is, or may be
 
 
 class Accelerator:

@@ -87,7 +87,7 @@ def ops() -> dict[str, Callable[[], object]]:
         "sum_parts in fp8": extension.sum_parts([coded, coded], coded, 0, hidden, "fp8").run,
         "sum_parts of float64": extension.sum_parts([rows, rows], out, 0, hidden // 2, torch.float64).run,
         "sr_encode": lambda: extension.sr_encode(expert, shared, kept),
-        "sr_decode": lambda: extension.sr_decode(values, indices, shared, None),
+        "sr_decode": lambda: extension.sr_decode(values, indices, expert),
     }
 
 

@@ -101,5 +101,5 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ),
     ("residual_codec.cu", "seen_ties + lower_lanes(tied) < ties", "seen_ties + lower_lanes(tied) <= ties", ("codec",)),
     ("residual_codec.cu", "first_place + index + i", "first_place + index", ("codec",)),
-    ("residual_codec.cu", "places[tried] < bound", "places[tried] <= bound", ("codec",)),
+    ("residual_codec.cu", "block * kCodecBlock + places[entry]", "places[entry]", ("codec",)),
 )

@@ -8,7 +8,7 @@ import torch
 from megatron_moe_opt import kernels
 from tests.gpu import EMULATED, sized
 from tests.gpu.test_streams import SPIN
-from tests.unit.codec_cases import BLOCK, DTYPES, FILLS, check_decode, check_encode, pair, same_values
+from tests.unit.codec_cases import BLOCK, DTYPES, FILLS, check_decode, check_encode, decode, pair, same_values
 
 # Elements and kept entries. The sample is used from 16,384 elements on; vectors need a multiple of 16 bytes.
 BLOCKS = sized(5, 1)
@@ -50,13 +50,13 @@ def test_a_large_expert_equals_the_cpu_again_and_again(device, dtype):
     numel = sized(8 * 2**20, 2**18) + 8
     expert, shared = pair(numel, dtype, "random", seed=1)
     expected = kernels.sr_encode(expert, shared, numel // 50)
-    decoded = kernels.sr_decode(*expected, shared)
+    decoded = decode(*expected, shared)
     expert, shared = expert.to(device), shared.to(device)
     for _ in range(sized(5, 2)):
         values, indices = kernels.sr_encode(expert, shared, numel // 50)
         assert torch.equal(indices.cpu().view(torch.int16), expected[1].view(torch.int16))
         same_values(values, expected[0])
-        same_values(kernels.sr_decode(values, indices, shared), decoded)
+        same_values(decode(values, indices, shared), decoded)
 
 
 @pytest.mark.skipif(EMULATED, reason="tests/emulator/cases.py has it with fewer blocks: second_round")
@@ -83,7 +83,7 @@ def test_large_residuals_that_the_sample_misses(device):
 
 def test_waits_for_the_current_stream_but_not_the_host(device):
     fresh, shared = torch.randn(2, 512, 1024, device=device)
-    late, out = torch.zeros_like(fresh), torch.empty_like(fresh)
+    late, out = torch.zeros_like(fresh), shared.clone()
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     torch.cuda.set_sync_debug_mode("error")
@@ -92,14 +92,14 @@ def test_waits_for_the_current_stream_but_not_the_host(device):
             torch.cuda._sleep(SPIN)
             late.copy_(fresh)
             values, indices = kernels.sr_encode(late, shared, 5000)
-            kernels.sr_decode(values, indices, shared, out)
+            kernels.sr_decode(values, indices, out)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     side.synchronize()
     expected = kernels.sr_encode(fresh, shared, 5000)
     assert torch.equal(indices.view(torch.int16), expected[1].view(torch.int16))
     same_values(values, expected[0])
-    same_values(out, kernels.sr_decode(*expected, shared))
+    same_values(out, decode(*expected, shared))
 
 
 def test_forged_indices_reach_no_other_memory(device, races_allowed):
@@ -109,9 +109,9 @@ def test_forged_indices_reach_no_other_memory(device, races_allowed):
     """
     numel, k = BLOCK + 100, 64
     around = torch.full((3 * numel,), 7.0, device=device)
-    out, shared = around[numel : 2 * numel], torch.zeros(numel, device=device)
+    expert = around[numel : 2 * numel]
     values = torch.ones(k, device=device)
     for word in (0xFFFF, 0x8000, 101):
         indices = torch.full((kernels.sr_index_words(numel, k),), word, dtype=torch.int32, device=device)
-        kernels.sr_decode(values, indices.to(torch.uint16), shared, out)
+        kernels.sr_decode(values, indices.to(torch.uint16), expert)
         assert (around[:numel] == 7).all() and (around[2 * numel :] == 7).all()

@@ -24,8 +24,6 @@ from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Exp
 from megatron_moe_opt.runtime.travelling_experts import expert_gradients
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
     ResidualMessages,
-    decode_others,
-    encode_and_decode,
 )
 from megatron_moe_opt.schedules.memory_reuse import Restore
 from megatron_moe_opt.schedules.pipeline import even_parts
@@ -229,11 +227,16 @@ def codec(rows: Rows, kind: Kind) -> Load:
         numel = max(1, size // dtype.itemsize)
         messages = ResidualMessages(1, numel, rows.dtype, CODEC_RATIO)
         expert, base = (torch.randn(numel, device=rows.device).to(dtype) for _ in range(2))
-        sent = messages.empty(rows.device)
-        messages.encode(expert, [base], sent)
+        sent, held = messages.empty(rows.device), base.clone()
+
+        def encode() -> None:
+            messages.encode(expert, [base], sent)
+            messages.decode(sent, held)  # not the base, from which there would soon be nothing left to tell
+
+        encode()
         ops: dict[Kind, Callable[[], object]] = {
-            Kind.ENCODE: lambda: encode_and_decode(messages, expert, [base], sent),
-            Kind.DECODE: lambda: decode_others(messages, sent.expand(2, -1), 1, expert, lambda _: [base]),
+            Kind.ENCODE: encode,
+            Kind.DECODE: lambda: messages.decode(sent, held),
             Kind.ENCODE_GRADIENT: lambda: expert_gradients.encode(messages, expert, base, sent),
             Kind.DECODE_GRADIENT: lambda: expert_gradients.sum_messages(messages, [sent, expert], 1),
         }

@@ -35,10 +35,10 @@ EXPERTS = "experts"
 PROB_BYTES = 4
 _CONVERT = (Kind.COPY, Kind.PERMUTE, Kind.SUM)
 CODEC_COPIES = {
-    Kind.ENCODE: 2.0,  # reads experts and what others hold of them, and makes what they will hold
-    Kind.DECODE: 1.0,
-    Kind.ENCODE_GRADIENT: 4.0,  # adds what was kept, reads that, takes away what is sent, and checks it
-    Kind.DECODE_GRADIENT: 2.5,  # decodes a part, and adds it to the sum of others
+    Kind.ENCODE: 1.0,  # reads experts and what others hold of them
+    Kind.DECODE: 0.5,  # changes elements here and there, of which memory moves 32 bytes
+    Kind.ENCODE_GRADIENT: 3.5,  # adds to what was kept, reads that, takes away what is sent, and checks it
+    Kind.DECODE_GRADIENT: 2.0,  # decodes a part into zeros, and adds it to the sum of others
 }
 """How often the codec is taken to copy each byte where no profile measured it; a copy reads a byte and writes one. It
 is bound by memory (docs/residual-codec.md); of what travels both are little.

@@ -30,7 +30,7 @@ too, which is not needed.
 """
 
 Previous = Callable[[], torch.Tensor]
-"""A function that returns the experts [owners, numel] of the message before, in the lane of decoding."""
+"""A function that returns the experts [owners, numel] of the message before, to be changed, in the lane of decoding."""
 
 
 def as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
@@ -74,6 +74,11 @@ class ReceivedMessages:
         self.arrive = self._decode = None
         self._experts.put(experts)
         return experts
+
+    def to_be_changed(self) -> torch.Tensor:
+        """Returns the experts as nobody else has them: on the device passes may still use those that are kept."""
+        experts = self.experts()
+        return experts if self._experts.on_host else experts.clone()
 
 
 class WholeExperts:
@@ -123,7 +128,7 @@ class ResidualMessages:
         return empty((self.num_bytes,), torch.uint8, device)
 
     def encode(self, experts: torch.Tensor, bases: Iterable[torch.Tensor], message: torch.Tensor) -> None:
-        """Encodes experts [numel] into a message, with one base for each expert."""
+        """Encodes experts [numel] into a message, told from one base for each expert."""
         places = message.view(self.num_local, -1)
         for expert, base, place in zip(experts.view(self.num_local, -1), bases, places, strict=True):
             values, indices = sr_encode(expert, base, self.kept)
@@ -131,11 +136,10 @@ class ResidualMessages:
             place[self._values_end : self._end] = indices.view(torch.uint8)
             place[self._end :] = 0
 
-    def decode(self, message: torch.Tensor, bases: Iterable[torch.Tensor], out: torch.Tensor) -> None:
-        """Decodes a message to experts, out [numel], with one base for each expert."""
-        parts = zip(self.entries(message), bases, out.view(self.num_local, -1), strict=True)
-        for (values, indices), base, expert in parts:
-            sr_decode(values.to(base.dtype), indices, base, out=expert)
+    def decode(self, message: torch.Tensor, experts: torch.Tensor) -> None:
+        """Turns experts [numel], which hold what a message was told from, into what it says."""
+        for (values, indices), expert in zip(self.entries(message), experts.view(self.num_local, -1), strict=True):
+            sr_decode(values.to(expert.dtype), indices, expert)
 
     def entries(self, message: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields values and indices of each expert (see kernels/residual_codec.py), in the message's memory."""
@@ -150,9 +154,9 @@ class _Held:
         self.begun, self._experts = False, Kept(on_host)
 
     @property
-    def experts(self) -> torch.Tensor | None:
-        """Returns the flat experts [numel]; None before the first message was encoded."""
-        return self._experts.get() if self._experts else None
+    def experts(self) -> torch.Tensor:
+        """Returns the flat experts [numel], to be changed and put back; not before the first message was encoded."""
+        return self._experts.get()
 
     @experts.setter
     def experts(self, experts: torch.Tensor) -> None:
@@ -200,7 +204,9 @@ class TrackedExperts:
             self._shared.restart()
 
     def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
-        """Prepares a message as WholeExperts.prepare does. A collective call with a shared expert."""
+        """Prepares a message as WholeExperts.prepare does; `flat` may be kept, and changed with later messages. A
+        collective call with a shared expert.
+        """
         held, move = self._held, None
         is_first, held.begun = not held.begun, True
         if self._shared is not None:
@@ -209,25 +215,27 @@ class TrackedExperts:
             held.experts = flat
             return Message(flat)
 
-        def bases(held: torch.Tensor | None) -> list[torch.Tensor]:
-            """Returns what a rank's experts are told from: the same bits on all ranks, from the same bits."""
-            if move is None:
-                return [*held.view(self.num_local, -1)]
-            moved = used_here(move)
-            if held is None:
-                return [moved.to(flat.dtype)] * self.num_local
-            return [(expert + moved).to(flat.dtype) for expert in held.view(self.num_local, -1)]
-
         residuals = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio)
         message, before = residuals.empty(flat.device), [previous]
 
+        def moved_on(experts: torch.Tensor) -> torch.Tensor:
+            """Returns experts, a rank's or several ranks', after the shared expert's move: all ranks hold the same bits
+            of them.
+            """
+            if move is not None:
+                experts.view(-1, move.numel()).add_(used_here(move))
+            return experts
+
         def encode() -> None:
-            held.experts = encode_and_decode(residuals, flat, bases(held.experts), message)
+            experts = moved_on(torch.zeros_like(flat) if is_first else held.experts)
+            residuals.encode(flat, experts.view(self.num_local, -1), message)
+            residuals.decode(message, experts)
+            held.experts = experts
 
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
             # Once: who kept what went before would keep all that ever went.
-            others = [None] * messages.size(0) if is_first else before.pop()()
-            return decode_others(residuals, messages, own, flat, lambda owner: bases(others[owner]))
+            experts = flat.new_zeros(messages.size(0), flat.numel()) if is_first else before.pop()()
+            return decode_others(residuals, messages, own, moved_on(experts))
 
         return Message(message, encode, decode)
 
@@ -260,39 +268,19 @@ class LargestWeights:
         residuals = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio)
         message = residuals.empty(flat.device)
 
-        def zeros() -> list[torch.Tensor]:
-            return [torch.zeros_like(flat.view(self.num_local, -1)[0])] * self.num_local
+        def encode() -> None:
+            zeros = flat.new_zeros(flat.numel() // self.num_local)
+            residuals.encode(flat, [zeros] * self.num_local, message)
 
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
-            nothing = zeros()
-            return decode_others(residuals, messages, own, flat, lambda owner: nothing)
+            return decode_others(residuals, messages, own, flat.new_zeros(messages.size(0), flat.numel()))
 
-        return Message(message, lambda: residuals.encode(flat, zeros(), message), decode)
-
-
-def encode_and_decode(
-    residuals: ResidualMessages, experts: torch.Tensor, bases: Iterable[torch.Tensor], message: torch.Tensor
-) -> torch.Tensor:
-    """Writes experts [numel] into `message`, and returns what receivers will hold of them."""
-    bases = list(bases)
-    residuals.encode(experts, bases, message)
-    decoded = torch.empty_like(experts)
-    residuals.decode(message, bases, decoded)
-    return decoded
+        return Message(message, encode, decode)
 
 
-def decode_others(
-    residuals: ResidualMessages,
-    messages: torch.Tensor,
-    own: int,
-    like: torch.Tensor,
-    bases: Callable[[int], Iterable[torch.Tensor]],
-) -> torch.Tensor:
-    """Returns what `Decode` does. Args: like: a rank's experts [numel]; bases: of an owner."""
-    decoded = empty((messages.size(0), like.numel()), like.dtype, like.device)
-    for owner, (received, out) in enumerate(zip(messages, decoded, strict=True)):
-        if owner == own:
-            out.zero_()  # nobody reads it, but a copy to the host takes it along
-        else:
-            residuals.decode(received, bases(owner), out)
-    return decoded
+def decode_others(residuals: ResidualMessages, messages: torch.Tensor, own: int, experts: torch.Tensor) -> torch.Tensor:
+    """Returns what `Decode` does, in the memory of what the messages are told from: experts [owners, numel]."""
+    for owner, (message, of_owner) in enumerate(zip(messages, experts, strict=True)):
+        if owner != own:
+            residuals.decode(message, of_owner)
+    return experts

@@ -223,11 +223,10 @@ def encode(messages: ResidualMessages, gradient: torch.Tensor, kept: torch.Tenso
         kept: float32 [numel], before and afterwards; the rounding of what is sent is in it too.
         message: uint8 [messages.num_bytes].
     """
-    whole = torch.add(kept, gradient, out=empty(kept.shape, torch.float32, kept.device))
-    messages.encode(whole, _zeros_of_experts(messages, whole), message)
-    experts = (tensor.view(messages.num_local, -1) for tensor in (whole, kept))
-    for (values, indices), of_expert, left in zip(messages.entries(message), *experts, strict=True):
-        sr_decode(-values.float(), indices, of_expert, out=left)
+    kept += gradient
+    messages.encode(kept, _zeros_of_experts(messages, kept), message)
+    for (values, indices), left in zip(messages.entries(message), kept.view(messages.num_local, -1), strict=True):
+        sr_decode(-values.float(), indices, left)
         left.masked_fill_(~values.isfinite().all(), 0)
 
 
@@ -238,13 +237,12 @@ def sum_messages(messages: ResidualMessages, of_ranks: list[torch.Tensor], rank:
         of_ranks: a message of each rank; of `rank`, the gradient itself.
     """
     gradient, total = of_ranks[rank], None
-    zeros = _zeros_of_experts(messages, gradient)
     for source, part in enumerate(of_ranks):
         if source == rank:
             decoded = gradient.float()
         else:
-            decoded = empty(gradient.shape, torch.float32, gradient.device)
-            messages.decode(part, zeros, decoded)
+            decoded = torch.zeros_like(gradient, dtype=torch.float32)
+            messages.decode(part, decoded)
         # Added, not decoded on top: that would take what is not finite for something to replace, see residual_codec.
         total = decoded if total is None else total + decoded
     return total

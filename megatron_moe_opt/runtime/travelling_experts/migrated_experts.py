@@ -193,7 +193,7 @@ class MigratedExperts:
         communicator, before = self.communicator, self._received
         self.round = communicator.round
         self._sent = sent = self.weights.current()
-        message = self.codec.prepare(sent, before and before.experts)
+        message = self.codec.prepare(sent, before and before.to_be_changed)
         bring = functools.partial(self._at_my_place, communicator.gather, message, sent)
         if self.codec.is_lossy:
             on_host, num_bytes = communicator.residents.limit is not None, len(self.owners) * sent.nbytes

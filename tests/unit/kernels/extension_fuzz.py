@@ -213,7 +213,7 @@ def _encode(draw: Draw) -> list[Any]:
 def _decode(draw: Draw) -> list[Any]:
     expert, shared, kept = _encode(draw)
     values, indices = draw.extension.sr_encode(expert, shared, kept)
-    return [values, indices, shared, draw.choice((None, torch.empty_like(shared)))]
+    return [values, indices, shared]
 
 
 def _count_map(draw: Draw) -> list[Any]:

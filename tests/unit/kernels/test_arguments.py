@@ -108,17 +108,14 @@ def test_lazy_negations_and_conjugations_are_carried_out():
         kernels.row_map_from_sources(torch._neg_view(routed), 1)
     expert, shared = torch.randn(20), torch.randn(20)
     sent = kernels.sr_encode(torch._neg_view(expert), torch._neg_view(shared), 5)
-    assert torch.equal(
-        kernels.sr_decode(*sent, torch._neg_view(shared)),
-        kernels.sr_decode(*kernels.sr_encode(-expert, -shared, 5), -shared),
-    )
+    assert all(map(torch.equal, sent, kernels.sr_encode(-expert, -shared, 5)))
 
 
 def test_lazy_views_that_are_written_or_read_later_are_refused():
     view = torch._neg_view(torch.zeros(2, 4))
     sent = kernels.sr_encode(torch.ones(2, 4), torch.zeros(2, 4), 1)
     for call in (
-        lambda: kernels.sr_decode(*sent, torch.zeros(2, 4), view),
+        lambda: kernels.sr_decode(*sent, view),
         lambda: _C.copy_rows(view, 0, torch.zeros(2, 4), 0, 16, ONE_CHUNK.tensors),
         lambda: _C.copy_rows(torch.zeros(2, 4), 0, view, 0, 16, ONE_CHUNK.tensors),
         lambda: _C.sum_parts([view], torch.zeros(2, 4), 0, 4, torch.float32),

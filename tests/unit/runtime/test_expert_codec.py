@@ -24,7 +24,7 @@ def held_after(*flats: torch.Tensor, ratio: float = 1.0) -> torch.Tensor:
     codec, held = TrackedExperts(1, ratio), None
     for flat in flats:
         before = held
-        message = codec.prepare(flat, lambda before=before: before)
+        message = codec.prepare(flat.clone(), lambda before=before: before)
         encoded = encode(message)
         held = message.decode(torch.stack([encoded, encoded]), 1)
         assert torch.equal(held[0].isnan(), codec._held.experts.isnan())
@@ -85,7 +85,7 @@ def test_owner_and_receivers_hold_the_same_and_all_of_it_arrives(
     flat = torch.randn(num_local * numel, generator=generator).to(dtype)
 
     def send(previous):
-        message = codec.prepare(flat, previous)
+        message = codec.prepare(flat.clone(), previous)
         encoded = encode(message)
 
         @functools.cache
