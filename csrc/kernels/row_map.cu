@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kWarp* kScanWarps)
 }
 
 // One block for tokens_a_block tokens, of one tile: turns totals into first rows, counts the kept rows of its tokens,
-// writes their entries. expert_counts[e] = kept rows of expert e, written by the first block.
+// writes their entries. expert_counts[e] = tokens of expert e, written by the first block.
 // Where kPadded, every expert owns `capacity` rows: its routed tokens first, then the lowest of the others.
 // Dynamic shared memory: first_rows [E], masks [E].
 template <bool kPadded>
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4)  // more would have to spill
       masks[e] = mask >> first_bit;
       earlier_entries += min(before, room);
       if (kPadded) earlier_entries += min(first_token - before, max(int64_t{0}, capacity - total));
-      if (!kPadded && blockIdx.x == 0) expert_counts[e] = min(total, room);
+      if (!kPadded && blockIdx.x == 0) expert_counts[e] = total;
     }
   }
   const int64_t first_entry = block_sum(earlier_entries).total;
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     chunk_row = add_up(chunk_row, [&](int64_t n) { return n * (c + 1) / num_chunks - n * c / num_chunks; });
     if (c == chunk) cut_row = first_rows[expert] + index - count * c / num_chunks;
   }
-  if (any) cut[entry] = cut_row;
+  if (any) cut[entry] = min(cut_row, num_rows - 1);  // where rows of these counts were cut off
 }
 
 // Lets a kernel have this much dynamic shared memory; refused where the device has too little.

@@ -74,7 +74,7 @@ namespace cuda {
 int64_t row_map_scratch_bytes(int64_t num_tokens, int64_t num_experts);
 
 // Builds offsets [T + 1], rows, experts and sources [up to max_rows] and expert_counts [E] from routing_map.
-// Rows at or past max_rows are not written and are no entries: offsets[T] <= max_rows, expert_counts count kept rows.
+// Rows at or past max_rows are not written and are no entries: offsets[T] <= max_rows; expert_counts count them, too.
 // Where there are fewer, entries that no token owns are left over, and name the rows left over, each its own, and zeros
 // as their experts and as the sources of these rows.
 // With a capacity, drop-and-pad as in cpu::build_padded_row_map; max_rows is then not read, expert_counts not written.

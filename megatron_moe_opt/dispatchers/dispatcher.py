@@ -137,18 +137,19 @@ class Dispatched(Passage):
 
 
 def check_routed(row_map: RowMap, counts_E: torch.Tensor) -> None:
-    """Raises RuntimeError where tokens were routed to fewer experts than promised, as tokens of NaNs are.
+    """Raises RuntimeError where tokens were routed to fewer experts than promised, as tokens of NaNs are, or to more.
 
     Args:
         row_map: of this rank's rows, of which so many were promised as it has.
         counts_E: how many rows it has for each expert, on the CPU.
     """
     routed = int(counts_E.sum())
-    if routed < row_map.num_rows:
+    if routed != row_map.num_rows:
         raise RuntimeError(
             f"{routed} rows of {row_map.num_tokens} tokens were routed where --moe-router-topk gives "
-            f"{row_map.num_rows}: Transformer Engine's router (--moe-router-fusion) gives a token of NaNs fewer. Look "
-            "for where NaNs come from (--check-for-nan-in-loss-and-grad), or drop --moe-router-fusion"
+            f"{row_map.num_rows}: Transformer Engine's router (--moe-router-fusion) gives a token of NaNs fewer, and a "
+            "routing of one's own may give others. Look for where NaNs come from (--check-for-nan-in-loss-and-grad), "
+            "drop --moe-router-fusion, or have a router of a class of its own do such a routing"
         )
 
 
@@ -190,7 +191,7 @@ def map_rows(
         counts = HostCopy(torch.full(shape, capacity))
     elif num_rows is None:  # the counts tell, which the host waits for anyway
         counts = HostCopy(all_gather_rows(routing_map_TE.sum(0), groups.joint).view(shape))
-        # host synchronisation: how many rows a capacity has left; only with a capacity and no padding
+        # host synchronisation: how many rows a capacity has left, without padding, or a routing of one's own gives
         num_rows = int(counts.wait()[groups.ep_rank, groups.etp_rank].sum())
     row_map = build_row_map(routing_map_TE, capacity=capacity, num_out_tokens=num_rows)
     if counts is None:

@@ -12,6 +12,7 @@ from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.hops.hop_plan import HopPlan
 from megatron_moe_opt.runtime.hops.hops_in_chunks import HopPlans
+from megatron_moe_opt.runtime.hops.row_facts import check_overfull
 from megatron_moe_opt.runtime.hops.token_hops import HoppingRows, TokenHops
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows
@@ -26,8 +27,8 @@ class HoppingTokens(Passage):
     hops: TokenHops
     rows: HoppingRows
     counts: HostCopy
-    """The counts of every rank, [joint size, parts * counts of a part, the news of migrated experts and, where a TP
-    group shares out its tokens, those of each expert], on their way to the host.
+    """The counts of every rank, [joint size, parts * counts of a part, overfull tokens, the news of migrated experts
+    and, where a TP group shares out its tokens, those of each expert], on their way to the host.
     """
     lent: Lent | None
     """This rank's experts as the other ranks use them; None where none travels."""
@@ -48,7 +49,7 @@ class HoppingTokens(Passage):
         """Lets all ranks of the joint group know what hops, and whether experts that travel have changed. A collective
         call over that group, and over a TP group that shares out its tokens beyond it.
         """
-        told, lent, beyond = [rows.counts], None, None
+        told, lent, beyond = [rows.counts, rows.overfull], None, None
         if migrated is not None:
             told.append(migrated.news())
             lent = migrated.lent()
@@ -57,8 +58,7 @@ class HoppingTokens(Passage):
             of_experts = routing_map_TE.sum(0)
             beyond = None if copies.inside else counts_beyond(copies, of_experts)
             told.append(of_experts)
-        own = told[0] if len(told) == 1 else torch.cat(told)
-        counts = HostCopy(all_gather_rows(own.view(1, -1), hops.experts.joint))
+        counts = HostCopy(all_gather_rows(torch.cat(told).view(1, -1), hops.experts.joint))
         return cls(hops, rows, counts, lent, copies, beyond)
 
     @property
@@ -92,4 +92,7 @@ class HoppingTokens(Passage):
         # host synchronisation: for the counts, the only one of a forward pass
         counts, own = self.counts.wait(), self.rows.counts.numel()
         of_experts = 0 if self.copies is None else self.hops.num_experts
-        return counts.split([own, counts.size(1) - own - of_experts, of_experts], dim=1)
+        news = counts.size(1) - own - 1 - of_experts
+        of_parts, overfull, *others = counts.split([own, 1, news, of_experts], dim=1)
+        check_overfull(overfull, self.hops.topk)
+        return of_parts, *others

@@ -36,6 +36,7 @@ from megatron_moe_opt.planning.predicting.sample_costs import HopCosts, RowCosts
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.collectives import global_rank
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
+from megatron_moe_opt.runtime.hops.row_facts import check_overfull
 from megatron_moe_opt.runtime.hops.token_hops import TokenHops
 from megatron_moe_opt.runtime.job.forks import Pending
 from megatron_moe_opt.runtime.moving_samples.sample_counts import SampleCounts, SampleCountsGather
@@ -171,7 +172,8 @@ class NetmoeDispatcher(Dispatcher):
             _check_routes_as_before(rows.counts, decided.counts, self.groups)
             return rows.pack(tokens_TH, probs_TE), MovingSamples(rows, decided, None, beside)
         _check_is_first(self.placement)
-        gather = SampleCountsGather(rows.counts, sequence, order.running.unlike, self.groups, order.room)
+        unlike = order.running.unlike
+        gather = SampleCountsGather(rows.counts, sequence, unlike, rows.overfull, self.groups, order.room)
         packed_RP = rows.pack(tokens_TH, probs_TE)
         counts = gather.wait()  # host synchronisation: for the counts, the only one of a pass; packing is queued
         if not order.stays_home:
@@ -180,6 +182,8 @@ class NetmoeDispatcher(Dispatcher):
             of_ranks = counts.rows.sum(2)
             check_routed(rows.row_map, of_ranks[self.groups.ep_rank, self.groups.etp_rank])
             self.pipelining.observe(of_ranks)
+        else:
+            check_overfull(counts.overfull, self.hops.topk)
         if self._learn and counts.differ:
             say_once("netmoe", "at home", lambda: AT_HOME)
         learn = self._learn and counts.equal

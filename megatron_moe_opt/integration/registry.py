@@ -40,7 +40,7 @@ from megatron_moe_opt.integration.checks import (
 )
 from megatron_moe_opt.integration.dataset_helpers import compile_helpers_with_this_python
 from megatron_moe_opt.integration.layer.layer_passes import name_passes
-from megatron_moe_opt.integration.layer.layer_seam import LayerSlot, own_method
+from megatron_moe_opt.integration.layer.layer_seam import LayerSlot
 from megatron_moe_opt.integration.layer.linked_blocks import wrap_transformer_block
 from megatron_moe_opt.integration.layer.ordered_experts import forget_orders, keep_expert_order
 from megatron_moe_opt.integration.layer.overlapped_batches import keep_expert_inputs, name_batches, overlaps_batches
@@ -49,6 +49,7 @@ from megatron_moe_opt.integration.layer.replicated_tokens import (
     reading_as_sequence_parallel,
     take_replicated_tokens,
 )
+from megatron_moe_opt.integration.layer.routed_by import routed_by
 from megatron_moe_opt.integration.observe.reports import report_with_training_log
 from megatron_moe_opt.integration.observe.telemetry import watch
 from megatron_moe_opt.integration.patching import is_wrapped, seam_moved, wrap_once
@@ -357,9 +358,7 @@ def _plug(
     pg_collection = types.SimpleNamespace(ep=groups.ep, expt_tp=groups.etp, tp_ep=groups.joint)
     system = system_of(name)
     dispatcher = system.build(groups, options, layer.config)
-    layer.token_dispatcher = plugged_class(dispatcher, layer.config, pg_collection)
-    of_megatron = type(layer.router).__module__.startswith("megatron.core.")
-    layer.token_dispatcher.gives_all_topk = of_megatron and own_method(layer.router, "routing") is None
+    layer.token_dispatcher = plugged_class(dispatcher, layer.config, pg_collection, functools.partial(routed_by, layer))
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)
     if options.expert_order is not None:

@@ -89,8 +89,9 @@ def build_row_map(routing_map: torch.Tensor, capacity: int | None = None, num_ou
             routed pair is a row.
         num_out_tokens: number of routed pairs, if known. On CUDA it spares a host synchronisation; where there are
             fewer pairs (Transformer Engine's router gives a token of NaNs one expert), the rows left over come last,
-            and are no token's: nothing writes them. On CPU the pairs are counted anyway and it is not read. With
-            `capacity` it is not needed.
+            and are no token's: nothing writes them. Where there are more, the last ones are cut off, and
+            expert_counts have them still. On CPU the pairs are counted anyway and it is not read. With `capacity` it
+            is not needed.
 
     Raises:
         ValueError: a routing map that is not two-dimensional, or a capacity outside [0, T].

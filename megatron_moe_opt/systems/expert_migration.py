@@ -427,6 +427,13 @@ def _domain_choices(
 
 
 def _why_fixed(options: MigrationOptions, run: RunTraits) -> str | None:
+    return run.no_hops or why_experts_fixed(options, run)
+
+
+def why_experts_fixed(options: MigrationOptions, run: RunTraits) -> str | None:
+    """Returns why a layer's experts cannot be called in another order, or travel, from the next step on; None: they
+    can.
+    """
     if run.experts_draw:
         return "experts draw random numbers (dropout), and get rows in other calls or another order than stock's"
     sizes = options.domain_sizes

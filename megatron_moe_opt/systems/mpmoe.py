@@ -27,6 +27,7 @@ from megatron_moe_opt.systems.expert_migration import (
     domain_kind,
     domain_word,
     domains_of,
+    why_experts_fixed,
 )
 from megatron_moe_opt.systems.megatron_config import given_flag, quantization, recomputed_modules, repeats_moe_layers
 from megatron_moe_opt.systems.system import (
@@ -434,7 +435,8 @@ def _why_fixed(options: Any, run: RunTraits) -> str | None:
             f"a trained tensor of shape {list(run.outside)} takes part in the experts without being a parameter of "
             "their module, and would get no gradient from them"
         )
-    return EXPERT_MIGRATION.why_fixed(options, run)
+    no_hops = run.no_hops if HOPS in options.ways else None
+    return no_hops or why_experts_fixed(options, run)
 
 
 MPMOE = System(

@@ -273,7 +273,7 @@ def _setting(level: str, chunks: int) -> str:
 
 def _why_fixed(options: Any, run: RunTraits) -> str | None:
     if run.samples_may_move:
-        return None
+        return run.no_hops if options.way == HOPS else None
     return f"moves samples, which auto counts without a plan alone: drop {PREFIX}plan, or choose {FLAG} {NAME}"
 
 

@@ -144,6 +144,15 @@ class RunTraits:
     """The method of a layer's own class that calls its experts; None: Megatron's does."""
     stays_behind: str | None = None
     """What the experts of some layer have that does not travel with their parameters; None: nothing."""
+    routed_by: str | None = None
+    """What others have put in the place of some layer's router, or of a part of it; None: all is Megatron's."""
+
+    @property
+    def no_hops(self) -> str | None:
+        """Returns why no token hops; None: tokens may."""
+        if self.routed_by is None:
+            return None
+        return f"a token that hops takes top-k experts along, and {self.routed_by}, not Megatron's, may give it more"
 
 
 @dataclass(frozen=True)

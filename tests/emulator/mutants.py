@@ -15,6 +15,8 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("row_map.cu", "masks[e] = mask >> first_bit;", "masks[e] = mask;", ("row_map",)),
     ("row_map.cu", "((uint64_t{1} << j) - 1)", "((uint64_t{2} << j) - 1)", ("row_map",)),
     ("row_map.cu", "return row < max_rows ? row : -1;", "return row;", ("row_map",)),
+    ("row_map.cu", "expert_counts[e] = total;", "expert_counts[e] = min(total, room);", ("row_map",)),
+    ("row_map.cu", "min(cut_row, num_rows - 1)", "cut_row", ("row_map",)),
     (
         "row_map.cu",
         "token_entries[j] = entries;\n  }\n  __syncthreads();",

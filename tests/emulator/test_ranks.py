@@ -17,11 +17,12 @@ import torch.distributed as dist
 from megatron_moe_opt.extension import load_extension
 from megatron_moe_opt.options import Options
 from tests.multirank import test_bench_layer
-from tests.multirank.test_dispatchers import compare
+from tests.multirank.test_dispatchers import RAGGED, compare
 from tests.multirank.test_mpmoe import worst_errors
 from tests.multirank.test_parm import compare_replicated
 from tests.multirank.test_telemetry import model_step
 from tests.ranks.dispatchers import options_of
+from tests.ranks.layers import OWN_ROUTING, BesideStock, take_turns
 from tests.ranks.pool import GPUS, RankPool
 
 BOTH, EP4 = {"tp": 2, "ep": 2, "etp": 2}, {"ep": 4}
@@ -132,6 +133,28 @@ def errors_of(dispatcher: str, folder: object) -> list[float]:
 def test_a_layer_equals_stock(gpu_ranks, tmp_path, dispatcher):
     for errors in gpu_ranks.run(errors_of, dispatcher=dispatcher, folder=tmp_path):
         assert max(errors) < 1e-6
+
+
+def errors_of_own_routing(numbers: tuple[int, ...]) -> list[dict[str, float]]:
+    """Returns the errors of layers against stock where a hook has tokens go, in turn, to so many experts each."""
+    from tests.ranks.megatron import parallel
+
+    found = []
+    with parallel(ep=4):
+        beside = BesideStock(OWN_ROUTING)
+        take_turns(beside.stock, numbers)
+        for dispatcher, options in (("monta", {"monta_level": "O2", "chunks": 2}), ("parm", {}), ("mpmoe", {})):
+            layer = beside.ours(dispatcher, Options(**options))
+            take_turns(layer, numbers)
+            found.append(beside.errors(beside.run(layer)))
+    return found
+
+
+@pytest.mark.skipif(not RAGGED, reason="this Megatron's stock takes top-k experts a token for granted")
+@pytest.mark.parametrize("numbers", [(3, 2), (1, 2)], ids=["more", "fewer"])
+def test_a_routing_of_ones_own_gives_tokens_more_or_fewer_experts(gpu_ranks, numbers):
+    for found in gpu_ranks.run(errors_of_own_routing, numbers=numbers):
+        assert max(max(errors.values()) for errors in found) < 1e-6
 
 
 def test_telemetry_of_narrow_rows_gathers_what_is_on_the_device(gpu_ranks):

@@ -22,6 +22,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.schedules.groups import JOINT_GROUP
 from megatron_moe_opt.schedules.schedule import Kind
+from tests.ranks.layers import take_turns
 from tests.ranks.pool import RankFailure, RankPool
 
 MB = 10**6
@@ -657,9 +658,12 @@ def train_with_odd_experts(file: Path, oddities: Sequence[str]) -> tuple[list[fl
 
     def gpt(**config: Any) -> models.Gpt:
         model = build(**config)
-        experts = [one.experts for one in model.model.modules() if hasattr(one, "token_dispatcher")][-1]
+        layer = [one for one in model.model.modules() if hasattr(one, "token_dispatcher")][-1]
+        experts = layer.experts
         if dist.get_rank() != 1:
             return model
+        if "routing" in oddities:
+            take_turns(layer, (3, 1))
         if "gate" in oddities:
             gate = torch.ones(64, requires_grad=True)
             experts.register_forward_hook(lambda _, inputs, outputs: (outputs[0] * gate, outputs[1]))
@@ -694,8 +698,12 @@ def train_with_odd_experts(file: Path, oddities: Sequence[str]) -> tuple[list[fl
             ("frozen",),
             {"expert-migration:4": "experts travel, and those of some layer are frozen on some of the ranks"},
         ),
+        (
+            ("routing",),
+            {"expert-migration:4": "a token that hops takes top-k experts along, and a hook on router (tests.ranks."},
+        ),
     ],
-    ids=["gate", "draws", "frozen"],
+    ids=["gate", "draws", "frozen", "routing"],
 )
 def test_what_experts_of_one_rank_cannot_run_under_no_rank_tries(ranks, tmp_path, oddities, left_out):
     """In a pass it would end the run, and some ranks would wait for that one."""

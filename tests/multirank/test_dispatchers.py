@@ -6,6 +6,8 @@ partial outputs in another order: it is held to the numerics contract (1e-6 in f
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.host.devices import FACTORIES
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.versions import megatron_version
 from tests.ranks.devices import difference, rank_device, same
-from tests.ranks.layers import BATCH, SEQUENCE, BesideStock, run_layer
+from tests.ranks.layers import BATCH, OWN_ROUTING, SEQUENCE, BesideStock, run_layer, take_turns
 
 
 def compare(
@@ -249,30 +252,83 @@ def test_no_byte_of_a_row_is_left_unwritten(ranks):
     assert ranks.run(nan_alarms, cases=cases) == [[True] * len(cases)] * 4
 
 
-def takes_topk_for_granted(is_replaced: bool) -> bool:
-    """Whether a dispatcher does so where the router is Megatron's, or its routing was replaced in place."""
-    from megatron.core.transformer.moe.router import TopKRouter
+def put_another(what: str, layer: Any, patch: pytest.MonkeyPatch) -> None:
+    """Puts something of its own in the place of a part of a layer's router, as others do after the layer was built."""
+    from megatron.core.transformer.moe import router as megatrons
 
+    def wrapped(function: Any) -> Any:
+        return functools.wraps(function)(lambda *given, **named: function(*given, **named))
+
+    if what == "hook":
+        layer.router.register_forward_hook(lambda router, inputs, outputs: outputs)
+    elif what == "topk":
+        layer.router.topk = 3
+    else:
+        owner = {"class": megatrons.TopKRouter, "module": megatrons, "router": layer.router, "layer": layer}
+        place, name = what.split()
+        patch.setattr(owner[place], name, wrapped(getattr(owner[place], name)))
+
+
+def rows_promised(replaced: Sequence[str | None]) -> list[bool]:
+    """Whether a dispatcher is promised the number of its rows where a part of the layer's router was replaced."""
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
-    stock = TopKRouter.routing
-
-    def replay(*given: Any, **named: Any) -> Any:
-        return stock(*given, **named)
-
-    with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+    promised: list[bool] = []
+    with parallel(ep=4):
         megatron_moe_opt.register()
-        if is_replaced:
-            patch.setattr(TopKRouter, "routing", replay)
-        return build_layer(moe_config(moe_token_dispatcher_type="monta")).token_dispatcher.gives_all_topk
+        for what in replaced:
+            layer = build_layer(moe_config(moe_token_dispatcher_type="monta"))
+            dispatcher = layer.token_dispatcher.dispatcher
+            permute = dispatcher.permute
+
+            def note(*given: Any, permute: Any = permute, **sizes: Any) -> Any:
+                promised.append(sizes["num_rows"] is not None)
+                return permute(*given, **sizes)
+
+            dispatcher.permute = note
+            with pytest.MonkeyPatch.context() as patch:
+                if what is not None:
+                    put_another(what, layer, patch)
+                layer(torch.randn(SEQUENCE, BATCH, layer.config.hidden_size))
+    return promised
 
 
-def test_a_routing_that_others_have_put_in_place_may_choose_fewer_experts(ranks):
-    """As a replay of routing does that names an expert twice for a token."""
-    for is_replaced in (False, True):
-        assert ranks.run(takes_topk_for_granted, is_replaced=is_replaced) == [not is_replaced] * 4
+def test_a_routing_that_others_have_put_in_place_may_choose_more_or_fewer_experts(ranks):
+    """As a replay of routing does that names an expert twice for a token, or a router that takes the top of p."""
+    replaced = ["hook", "topk", "class forward", "class routing", "router forward", "router routing", "layer route"]
+    replaced += ["module topk_routing_with_score_function", None]
+    assert ranks.run(rows_promised, replaced=replaced) == [[False] * 8 + [True]] * 4
+
+
+HOPPING = [
+    ("expert-migration", {"network_levels": (2, 2)}),
+    ("mpmoe", {"partitions": 2, "way": "hops", "network_levels": (2, 2)}),
+]
+
+
+def what_hops_say_of_more_experts() -> list[str]:
+    """What is said where a token of rank 1 alone has more experts than top-k."""
+    from tests.ranks.megatron import parallel
+
+    said = []
+    with parallel(ep=4):
+        beside = BesideStock(OWN_ROUTING)
+        for dispatcher, options in HOPPING:
+            layer = beside.ours(dispatcher, Options(**options))
+            take_turns(layer, (3, 1) if dist.get_rank() == 1 else (2,))
+            with pytest.raises(ConfigurationError) as raised:
+                beside.run(layer)
+            said.append(str(raised.value))
+    return said
+
+
+def test_more_experts_than_a_token_that_hops_takes_along_are_refused_on_all_ranks(ranks):
+    for said in ranks.run(what_hops_say_of_more_experts):
+        assert all(
+            one.startswith("the routing gave 36 tokens more experts than --moe-router-topk 2") for one in said
+        ), said
 
 
 def under_autocast() -> dict[str, tuple[bool, float]]:

@@ -28,6 +28,7 @@ from megatron_moe_opt.topology.nodes import NodeMap
 from tests.multirank.test_auto import write_profile
 from tests.multirank.test_expert_order import WrappedRouter
 from tests.multirank.test_netmoe import LAYERS, SHARED, at_random, by_content
+from tests.ranks.layers import take_turns
 from tests.ranks.training import training_log
 
 NODES = NodeMap((0, 0, 1, 1))
@@ -306,6 +307,29 @@ def routed_to_fewer() -> None:
 
 def test_fewer_rows_than_promised_are_said_to_be_of_nans(ranks):
     ranks.run(routed_to_fewer)
+
+
+def routed_to_more() -> str:
+    """What is said where tokens of rank 1 alone have more experts than one that hops takes along."""
+    import megatron_moe_opt
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        megatron_moe_opt.register(HOPS)
+        try:
+            trained = build("netmoe")
+        finally:
+            megatron_moe_opt.register()
+        layers = [module for module in trained.model.modules() if isinstance(module, MoELayer)]
+        take_turns(layers[-1], (3, 1) if dist.get_rank() == 1 else (2,))
+        with pytest.raises(ConfigurationError) as raised:
+            forward(trained)
+    return str(raised.value)
+
+
+def test_more_experts_than_a_token_that_hops_takes_along_are_refused_on_all_ranks(ranks):
+    for said in ranks.run(routed_to_more):
+        assert "tokens more experts than --moe-router-topk 2, which a token that hops takes along" in said
 
 
 def test_what_would_have_to_move_is_refused(ranks):

@@ -560,8 +560,9 @@ def test_counts_of_samples_are_told_without_a_wait(monkeypatch, unlike):
     watch = Watch(streams := Streams(), Memory(streams))
     groups = SimpleNamespace(joint=None, joint_size=1)
     own = watch.mark(torch.ones(2, 3, dtype=torch.int64), on_host=False)
+    overfull = watch.mark(torch.tensor([3]), on_host=False)
     if isinstance(unlike, torch.Tensor):
         watch.mark(unlike, on_host=False)
     with Operations(watch):
-        gather = sample_counts.SampleCountsGather(own, 5, unlike, groups, sample_counts.Room(2))
-    assert gather._gathered.flatten().tolist() == [2, 5, 1] + [1] * 6 and not streams.syncs
+        gather = sample_counts.SampleCountsGather(own, 5, unlike, overfull, groups, sample_counts.Room(2))
+    assert gather._gathered.flatten().tolist() == [2, 5, 1, 3] + [1] * 6 and not streams.syncs

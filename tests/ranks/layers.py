@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +28,24 @@ def route_to(layer: Any, routing: str, seed: int) -> None:
         return scores * routing_map, routing_map
 
     router.forward = forward
+
+
+def take_turns(layer: Any, numbers: Sequence[int]) -> None:
+    """Has tokens go, in turn, to so many experts each, as a hook of a user's own may have it."""
+
+    def choose(
+        router: Any, inputs: tuple[torch.Tensor, ...], _: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.softmax(router.gating(inputs[0]).view(-1, router.config.num_moe_experts), -1)
+        of_tokens = torch.tensor(numbers).repeat(-(-len(scores) // len(numbers)))[: len(scores), None]
+        routing_map = scores.argsort(-1, descending=True).argsort(-1) < of_tokens
+        return scores * routing_map, routing_map
+
+    layer.router.register_forward_hook(choose)
+
+
+OWN_ROUTING = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+"""Settings under which a router does not count its experts beside."""
 
 
 def imposed_map(routing: str, tokens: int, experts: int, topk: int, generator: torch.Generator) -> torch.Tensor:

@@ -70,6 +70,8 @@ class Seen:
     """The fewest and the most tokens of a pass."""
     experts: SeenExperts = SeenExperts()
     """What its experts showed."""
+    routed_by: str | None = None
+    """What others have put in the place of its router, or of a part of it; None: all is Megatron's."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,7 @@ def _run(config: Any, of_ranks: Sequence[Sequence[Seen]], samples_may_move: bool
         dtypes=_several_dtypes(of_ranks),
         called_by=_first(one.experts.called_by for one in seen),
         stays_behind=_first(one.experts.stays_behind for one in seen),
+        routed_by=_first(one.routed_by for one in seen),
     )
 
 

@@ -15,6 +15,7 @@ from megatron_moe_opt.integration.layer.configured_workload import layer_workloa
 from megatron_moe_opt.integration.layer.experts_of_owners import stays_behind
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot, own_method
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
+from megatron_moe_opt.integration.layer.routed_by import routed_by
 from megatron_moe_opt.integration.micro_batches import trains
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
@@ -99,7 +100,8 @@ class PlannedLayer:
             called_by=own_method(self.layer, LayerSlot.EXPERTS.value),
             stays_behind=stays_behind(self.layer.experts),
         )
-        return Seen(self.workload(), self.rows / self.passes, self.passes, (self.fewest, self.tokens), experts)
+        tokens, others = (self.fewest, self.tokens), routed_by(self.layer)
+        return Seen(self.workload(), self.rows / self.passes, self.passes, tokens, experts, others)
 
     def workload(self) -> LayerWorkload:
         """Returns the workload of one micro-batch, routed evenly."""

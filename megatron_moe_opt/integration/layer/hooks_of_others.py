@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -28,16 +29,17 @@ class HookOfOthers(NamedTuple):
         return f"a hook on {self.module} ({self.function})"
 
 
-def hooks_of_others(inside: nn.Module, called: str) -> list[HookOfOthers]:
+def hooks_of_others(inside: nn.Module, called: str, kinds: Sequence[str] = _KINDS) -> list[HookOfOthers]:
     """Returns the hooks on a module, and on those inside of it, that are neither PyTorch's, Megatron's, Transformer
     Engine's nor ours.
 
     Args:
         called: what the module is called.
+        kinds: of hooks, as torch.nn.Module names them.
     """
     found = []
     for name, module in inside.named_modules(prefix=called):
-        for kind in _KINDS:
+        for kind in kinds:
             for hook in getattr(module, kind).values():
                 function = _function(hook)
                 if function.partition(".")[0] not in _FRAMEWORKS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,12 +31,16 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
     pipelines_shared_experts = False
     """Whether shared experts that overlap run between dispatch and combine, beside the pipeline that has all of these.
     """
-    gives_all_topk = True
-    """Whether the router gives each token as many experts as top-k says, as Megatron's own does."""
 
-    def __init__(self, dispatcher: Dispatcher, config: Any, pg_collection: Any) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, config: Any, pg_collection: Any, routed_by: Callable[[], str | None]
+    ) -> None:
+        """
+        Args:
+            routed_by: says who routes where it is not Megatron's router; asked in each pass.
+        """
         super().__init__(config=config, pg_collection=pg_collection)
-        self.dispatcher = dispatcher
+        self.dispatcher, self._routed_by = dispatcher, routed_by
         self._overlaps = overlaps_batches(config)
         self._dispatched: Any = None
         self._tokens_per_expert: torch.Tensor | None = None
@@ -82,11 +86,12 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         if config.moe_pad_expert_input_to_capacity:  # of that too, as stock has it
             routed = routing_map.size(0) * config.moe_router_topk
             capacity = get_capacity(routed, config.num_moe_experts, config.moe_expert_capacity_factor)
-        elif self.gives_all_topk and not (
+        elif not (
             config.moe_router_padding_for_quantization
             or config.moe_expert_capacity_factor is not None
-            or config.moe_enable_routing_replay
-        ):  # dropless: known without asking the device. A replayed routing may name an expert twice for a token.
+            or config.moe_enable_routing_replay  # may name an expert twice for a token
+            or self._routed_by() is not None
+        ):  # dropless: known without asking the device
             num_rows = routing_map.size(0) * config.moe_router_topk
         packed, self._dispatched = self.dispatcher.permute(
             tokens.reshape(-1, tokens.size(-1)).contiguous(),

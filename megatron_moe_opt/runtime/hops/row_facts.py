@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
-from megatron_moe_opt.kernels.streams import require
 from megatron_moe_opt.row_format import WireFormat
 from megatron_moe_opt.runtime.rows.row_layout import Layout, Payload
 
@@ -119,12 +119,28 @@ def experts_of_tokens(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
     """Returns the experts of each token, int64 [T, K], ascending, and E, "no expert", in the places that remain.
 
     Args:
-        routing_map: bool [T, E].
-
-    Raises:
-        ValueError: a token has more than K experts (on CUDA an assertion on the device).
+        routing_map: bool [T, E]. Of a token with more experts it returns the first K: see overfull_tokens.
     """
     num_experts = routing_map.size(1)
-    require((routing_map.sum(1) <= topk).all(), f"a token has more than {topk} experts (--moe-router-topk)")
     falling = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
     return num_experts - (routing_map * falling).topk(topk).values.long()
+
+
+def overfull_tokens(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
+    """Returns how many tokens of a routing map, bool [T, E], have more than K experts: int64 [1]. All ranks are told
+    beside the counts, so that the host, which waits for these anyway, can refuse them (`check_overfull`).
+    """
+    return (routing_map.sum(1) > topk).sum().view(1)
+
+
+def check_overfull(of_ranks: torch.Tensor, topk: int) -> None:
+    """Raises ConfigurationError, on all ranks, where a token of one of them has more experts than a row has room for.
+
+    Args:
+        of_ranks: what overfull_tokens returned on each rank, on the CPU.
+    """
+    if of_ranks.any():
+        raise ConfigurationError(
+            f"the routing gave {int(of_ranks.sum())} tokens more experts than --moe-router-topk {topk}, which a token "
+            "that hops takes along: raise it to the most of any token, or use monta, which sends a row for each expert"
+        )

@@ -18,7 +18,7 @@ from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.hops.hop_plan import DomainTables, HopPlan
 from megatron_moe_opt.runtime.hops.hop_way import DeviceTables, Hops
 from megatron_moe_opt.runtime.hops.hops_in_chunks import HopPlans, HopsInChunks
-from megatron_moe_opt.runtime.hops.row_facts import RowFacts, experts_of_tokens
+from megatron_moe_opt.runtime.hops.row_facts import RowFacts, experts_of_tokens, overfull_tokens
 from megatron_moe_opt.runtime.hops.token_share import TokenShare
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows, Source
@@ -76,6 +76,8 @@ class HoppingRows:
     """The numbers of rows that hop together, one part after another."""
     counts: torch.Tensor
     """The counts of the parts, int64 [parts * (num_counts + 1)], see DeviceTables.count."""
+    overfull: torch.Tensor
+    """How many tokens have more experts than a row has room for, int64 [1], see overfull_tokens."""
     tp: ProcessGroup | None = None
     """The group that has shared out its tokens and gets back those of all its ranks; None: they are a rank's own."""
 
@@ -114,14 +116,12 @@ class TokenHops:
             is_padded: experts' rows are filled up to their capacity with tokens of probability 0. They do not travel:
                 outputs and gradients of such rows are 0.
             tp: the group whose ranks all hold these tokens, and share them out; None: they are this rank's own.
-
-        Raises:
-            ValueError: a token has more than `topk` experts (on CUDA an assertion on the device).
         """
         if is_padded:
             routing_map_TE = routing_map_TE & (probs_TE != 0)
         facts = RowFacts(Payload.of(tokens_TH, self.wire), self.topk, probs_TE.dtype)
         experts = own_experts = experts_of_tokens(routing_map_TE, self.topk)
+        overfull = overfull_tokens(routing_map_TE, self.topk)
         number = tokens_TH.size(0) // (1 if tp is None else tp.size())
         bounds = [number * share // sum(shares) for share in accumulate(shares, initial=0)]
         parts = tuple(end - begin for begin, end in pairwise(bounds))
@@ -130,7 +130,7 @@ class TokenHops:
             own_experts, routing_map_TE = share.of(experts), share.of(routing_map_TE)
         counts = self.on_device(tokens_TH.device).count(own_experts, routing_map_TE, parts)
         own = OwnRows(TokensWithFacts(facts, own_experts, share=share))
-        return HoppingRows(own, facts, experts, parts, counts, tp)
+        return HoppingRows(own, facts, experts, parts, counts, overfull, tp)
 
     def pack(self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor, rows: HoppingRows) -> torch.Tensor:
         """Packs each token with its facts. Returns what stands for the rows, differentiable in tokens and

@@ -1,9 +1,9 @@
 """What all ranks of a layer's groups know of the samples of a pass, gathered in one collective a layer.
 
-A rank's message is a header (samples, tokens of a sample, whether its samples are masked unlike) and its rows by sample
-and expert. Ranks may have different numbers of samples, as in a last, incomplete batch, but must send messages of one
-size: there is room for as many samples as any of them was seen to have. Where one has more, the header says so to all,
-and they gather again, with room for it.
+A rank's message is a header (samples, tokens of a sample, whether its samples are masked unlike, tokens with too many
+experts to hop) and its rows by sample and expert. Ranks may have different numbers of samples, as in a last, incomplete
+batch, but must send messages of one size: there is room for as many samples as any of them was seen to have. Where one
+has more, the header says so to all, and they gather again, with room for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
-_HEADER = 3
+_HEADER = 4
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class SampleCounts:
     """The tokens of each part of a sample, int64 [ep_size, etp_size, B]; 0: the rank has no such sample."""
     unlike: torch.Tensor
     """Whether a rank's samples are masked in another way than all others, bool [ep_size, etp_size]."""
+    overfull: torch.Tensor
+    """How many tokens of a rank have more experts than one that hops takes along, int64 [ep_size, etp_size]."""
 
     @property
     def differ(self) -> bool:
@@ -54,7 +56,13 @@ class SampleCountsGather:
     """The counts of one layer's pass on their way to all ranks of its joint group."""
 
     def __init__(
-        self, own: torch.Tensor, sequence: int, unlike: torch.Tensor | bool | None, groups: ExpertGroups, room: Room
+        self,
+        own: torch.Tensor,
+        sequence: int,
+        unlike: torch.Tensor | bool | None,
+        overfull: torch.Tensor | None,
+        groups: ExpertGroups,
+        room: Room,
     ) -> None:
         """Starts the collective that tells all ranks the counts.
 
@@ -62,8 +70,10 @@ class SampleCountsGather:
             own: int64 [samples, experts] rows of this rank.
             sequence: tokens of each of its samples here.
             unlike: a bool, or bool [], see SampleCounts; None: false.
+            overfull: int64 [1], see SampleCounts; None: it does not matter.
         """
-        self._own, self._sequence, self._unlike, self._groups, self._room = own, sequence, unlike, groups, room
+        self._own, self._sequence, self._unlike, self._overfull = own, sequence, unlike, overfull
+        self._groups, self._room = groups, room
         self._gathered = self._gather()
 
     def wait(self) -> SampleCounts:
@@ -76,10 +86,10 @@ class SampleCountsGather:
             gathered = self._gather().wait()  # host synchronisation: again, where more samples came than ever
         groups = self._groups
         shape = groups.ep_size, groups.etp_size
-        samples, sequence, unlike = (field.view(shape) for field in gathered[:, :_HEADER].unbind(1))
+        samples, sequence, unlike, overfull = (field.view(shape) for field in gathered[:, :_HEADER].unbind(1))
         rows = gathered[:, _HEADER:].view(*shape, room.samples, -1)[:, :, :most].contiguous()
         parts = (torch.arange(most) < samples.unsqueeze(2)) * sequence.unsqueeze(2)
-        return SampleCounts(rows, parts, unlike.bool())
+        return SampleCounts(rows, parts, unlike.bool(), overfull)
 
     def _gather(self) -> HostCopy:
         samples, experts = self._own.shape
@@ -88,6 +98,8 @@ class SampleCountsGather:
         message[1].fill_(self._sequence)
         if self._unlike is not None:
             message[2].fill_(self._unlike)
+        if self._overfull is not None:
+            message[3:_HEADER] = self._overfull
         if samples <= self._room.samples:
             message[_HEADER : _HEADER + self._own.numel()] = self._own.flatten()
         return HostCopy(all_gather_rows(message, self._groups.joint).view(self._groups.joint_size, -1))

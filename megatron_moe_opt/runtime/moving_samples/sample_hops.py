@@ -20,7 +20,7 @@ import torch
 
 from megatron_moe_opt.runtime.hops.hop_way import Hops
 from megatron_moe_opt.runtime.hops.hops_in_chunks import HopPlans, HopsInChunks
-from megatron_moe_opt.runtime.hops.row_facts import RowFacts, experts_of_tokens
+from megatron_moe_opt.runtime.hops.row_facts import RowFacts, experts_of_tokens, overfull_tokens
 from megatron_moe_opt.runtime.hops.token_hops import TokenHops, TokensWithFacts
 from megatron_moe_opt.runtime.moving_samples.back_to_new_homes import RANK_BITS, ChunkBack, KeyLayout
 from megatron_moe_opt.runtime.moving_samples.new_homes import NewHomes
@@ -47,6 +47,7 @@ class HoppingSamples(MovingRows):
         """
         self._hops, self._shape, self._num_chunks, self._apart = hops, shape, num_chunks, apart
         self._experts = experts_of_tokens(routing_map, hops.topk)
+        self.overfull = overfull_tokens(routing_map, hops.topk)
         self._stretches = even_parts(shape[0], num_chunks)
         self.counts = hops.on_device(routing_map.device).count_samples(
             self._experts, routing_map, self._stretches, shape[1]

@@ -33,6 +33,8 @@ class MovingRows(Protocol):
 
     counts: torch.Tensor
     """What all ranks have to know of each sample, int64 [B, columns]."""
+    overfull: torch.Tensor | None
+    """How many tokens have more experts than one that hops takes along, int64 [1]; None: none does hop."""
 
     def pack(self, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Makes of this rank's tokens [T, H], before normalisation where rows have the residual in them, and
@@ -79,7 +81,7 @@ class RowsByExpert(MovingRows):
         self._groups, self._shape, (self._level, self._num_chunks) = groups, shape, pipeline
         self._wire, self._apart = wire, apart
         self.row_map = build_row_map_by_sample(routing_map, shape[1], num_rows)
-        self.counts = count_routing_map(routing_map, shape[1])
+        self.counts, self.overfull = count_routing_map(routing_map, shape[1]), None
         self._residual = self._notes = None
         self._own: OwnRows | None = None
 

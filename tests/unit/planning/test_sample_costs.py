@@ -157,7 +157,8 @@ def test_a_replay_brings_samples_to_the_experts_of_the_next_layer(hops):
         routing[rank, :, first : first + 2] = True
     rows = counted(routing, workers, 1) if hops else routing.sum(1).view(RANKS, 1, -1)
     costs = HopCosts(of, stationary(workers), EXPERTS, 1) if hops else RowCosts(of, EXPERTS)
-    counts = SampleCounts(rows.unsqueeze(1), torch.full((RANKS, 1, 1), TOKENS), torch.zeros(RANKS, 1, dtype=torch.bool))
+    none = torch.zeros(RANKS, 1)
+    counts = SampleCounts(rows.unsqueeze(1), torch.full((RANKS, 1, 1), TOKENS), none.bool(), none)
     traffic = replay_counts([[counts] * 3] * 3, of, costs, SampleRowBytes(1, 1, 1, 1))
     each = TOKENS * RANKS * (1 if hops else 2)
     assert traffic.stock_inter == 3 * 3 * 2 * 2 * TOKENS * RANKS

@@ -34,7 +34,8 @@ def decide(
     parts, unlike = torch.full((RANKS, 1, BATCH), 10), torch.zeros(RANKS, 1, dtype=torch.bool)
     if lengths is not None:
         parts = torch.tensor(lengths).view_as(parts)
-    return placement.decide(SampleCounts(rows, parts, unlike), rows_beside, learn).decision.result()
+    counts = SampleCounts(rows, parts, unlike, overfull=torch.zeros(RANKS, 1))
+    return placement.decide(counts, rows_beside, learn).decision.result()
 
 
 def two_layers() -> tuple[LayerPlacement, LayerPlacement]:
