@@ -60,13 +60,6 @@ LAYOUTS = {
 
 # From 0.17 on stock `alltoall` takes exactly top-k experts a token for granted, unless it drops tokens.
 RAGGED = ("ragged",) if megatron_version().startswith("0.16") else ()
-ASKS = pytest.mark.host_only(reason="on a GPU top-k experts a token are taken for granted, which spares a question")
-
-
-def marked(cases: list[tuple]) -> list[Any]:
-    """The cases; those without exactly top-k experts a token are for the host."""
-    return [pytest.param(case, marks=ASKS) if case[-1] == "ragged" else case for case in cases]
-
 
 CASES = [
     *((layout, {"moe_router_topk": 1 + number % 2}, None) for number, layout in enumerate(LAYOUTS)),
@@ -85,7 +78,7 @@ def case_id(case: tuple) -> str:
     return "-".join([layout, *(f"{k.removeprefix('moe_')}={v}" for k, v in settings.items()), routing or "router"])
 
 
-@pytest.mark.parametrize("case", marked(CASES), ids=case_id)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_monta_equals_stock_bit_for_bit_in_fp32(ranks, case):
     layout, settings, routing = case
     for result in ranks.run(
@@ -117,16 +110,14 @@ def test_bf16_is_within_the_contract(ranks, dispatcher, layout, router_dtype):
 
 @pytest.mark.parametrize(
     "case",
-    marked(
-        [
-            *((layout, {}, None) for layout in ("ep4", "tp2-ep4", "etp2-ep2", "cp2-tp2-ep2-etp2")),
-            ("tp2-ep2-etp2", DROP, None),
-            ("tp2-ep2-etp2", PAD, None),
-            ("tp2-ep2-etp2", {}, "hot"),
-            ("tp4-etp4", SHARED, None),
-            *(("tp4-etp4", {}, routing) for routing in RAGGED),
-        ]
-    ),
+    [
+        *((layout, {}, None) for layout in ("ep4", "tp2-ep4", "etp2-ep2", "cp2-tp2-ep2-etp2")),
+        ("tp2-ep2-etp2", DROP, None),
+        ("tp2-ep2-etp2", PAD, None),
+        ("tp2-ep2-etp2", {}, "hot"),
+        ("tp4-etp4", SHARED, None),
+        *(("tp4-etp4", {}, routing) for routing in RAGGED),
+    ],
     ids=case_id,
 )
 def test_deepspeed_reference_is_within_the_contract_in_fp32(ranks, case):

@@ -16,7 +16,6 @@ from tests.multirank.test_dispatchers import (
     SHARED,
     case_id,
     compare,
-    marked,
 )
 from tests.multirank.test_dispatchers import LAYOUTS as NAMED_LAYOUTS
 from tests.ranks.devices import same
@@ -85,7 +84,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", marked(CASES), ids=case_id)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_other_settings_in_chunks(ranks, case):
     layout, settings, routing = case
     arguments = {"layout": NAMED_LAYOUTS[layout], "settings": settings, "routing": routing, "steps": 2}

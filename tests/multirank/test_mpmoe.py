@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.schedules.memory_reuse import STRATEGIES
-from tests.multirank.test_dispatchers import ASKS, DROP, LAYOUTS, PAD, RAGGED, RECOMPUTE, SHARED
+from tests.multirank.test_dispatchers import DROP, LAYOUTS, PAD, RAGGED, RECOMPUTE, SHARED
 from tests.multirank.test_parm import FORCED, GATED, JITTER, PER_TOKEN, SINKHORN, Z_LOSS, compare_replicated
 from tests.ranks.devices import difference
 from tests.ranks.layers import BATCH, SEQUENCE, BesideStock, run_layer
@@ -187,7 +187,7 @@ def test_every_count_and_strategy(ranks, layout, variants):
         ("ep4", {"num_moe_experts": 4}, None),  # one local expert
         ("ep4", {"moe_router_topk": 1, "moe_apply_probs_on_input": True}, None),
         *((layout, {}, routing) for layout in ("ep4", "tp2-ep2-etp2") for routing in ("hot", "skewed")),
-        *(pytest.param(layout, {}, one, marks=ASKS) for layout in ("ep4", "tp2-ep2-etp2") for one in RAGGED),
+        *((layout, {}, one) for layout in ("ep4", "tp2-ep2-etp2") for one in RAGGED),
     ],
     ids=str,
 )
@@ -199,7 +199,6 @@ def test_layouts_and_workloads(ranks, layout, settings, routing):
     check(ranks.run(worst_errors, layout=LAYOUTS[layout], settings=settings, routing=routing, variants=variants))
 
 
-@ASKS
 @pytest.mark.parametrize("routing", RAGGED)
 def test_ranks_without_rows(ranks, routing):
     """Ranks 0 and 2 send none; experts of the others get few enough that partitions are empty."""
@@ -313,7 +312,7 @@ JOINT_CASES = [
 
 @pytest.mark.parametrize(
     ("layout", "settings", "routing", "variant"),
-    [pytest.param(*case, marks=ASKS if case[2] in RAGGED else ()) for case in in_turn(JOINT_CASES)],
+    in_turn(JOINT_CASES),
     ids=str,
 )
 def test_rows_to_all_shards_at_once_in_layouts_and_workloads(ranks, layout, settings, routing, variant):
@@ -336,7 +335,7 @@ CHUNKED_CASES = [
 
 @pytest.mark.parametrize(
     ("layout", "chunks", "dtype", "steps", "settings", "routing"),
-    [pytest.param(*case, marks=ASKS if case[-1] in RAGGED else ()) for case in CHUNKED_CASES],
+    CHUNKED_CASES,
     ids=str,
 )
 def test_partitions_in_chunks(ranks, layout, chunks, dtype, steps, settings, routing):

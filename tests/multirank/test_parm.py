@@ -21,7 +21,6 @@ from tests.multirank.test_dispatchers import (
     SHARED,
     case_id,
     compare,
-    marked,
 )
 from tests.ranks.devices import CONTRACT, difference, on_gpus
 from tests.ranks.layers import BATCH, SEQUENCE, route_to
@@ -39,7 +38,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", marked(CASES), ids=case_id)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_parm_equals_stock_bit_for_bit_in_fp32(ranks, case):
     layout, settings, routing = case
     arguments = {"layout": LAYOUTS[layout], "settings": settings, "routing": routing, "dtype": "float32", "steps": 2}
