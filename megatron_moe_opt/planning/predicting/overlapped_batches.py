@@ -37,7 +37,7 @@ def overlapped(one: Prediction, attention: float, slowdown: Slowdown) -> Predict
     busy = (Lane.INTER, Lane.INTRA) if both else (links,)
     rates = lane_rate(links, (Lane.COMPUTE,), slowdown), lane_rate(Lane.COMPUTE, busy, slowdown)
     pieces = (attention / 3, 2 * experts / 3, experts / 3, 2 * attention / 3)
-    hidden = sum(_saved(exchange, piece, rates) for piece in pieces)
+    hidden = min(one.exposed, sum(_saved(exchange, piece, rates) for piece in pieces))  # not above it by rounding
     return replace(
         one,
         seconds=one.seconds - hidden,

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_moe_opt.cli.plan.report import pipeline_flags
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting.layer_on_cluster import DISPATCH
 from megatron_moe_opt.planning.predicting.overlapped_batches import overlapped
 from megatron_moe_opt.planning.predicting.prediction import Prediction
@@ -188,10 +189,11 @@ ONE = Prediction("alltoall", 9.0, 4.0, 1.0, 1.0, 0)
 
 @given(
     st.floats(0.01, 20), st.floats(0.01, 20), st.floats(0, 20),
-    st.sampled_from([{}, {(Lane.INTER, Lane.COMPUTE): 0.9, (Lane.COMPUTE, Lane.INTER): 0.8}]),
+    st.floats(0.3, 1), st.just(1.0) | st.floats(0.3, 1),
 )  # fmt: skip
-def test_overlapped_layers_take_what_their_pieces_take_side_by_side(exposed, experts, outside, slowdown):
+def test_overlapped_layers_take_what_their_pieces_take_side_by_side(exposed, experts, outside, rate, beside):
     """Each of the four pieces played by the simulator: one micro-batch's exchange beside another's computation."""
+    slowdown = {(Lane.INTER, Lane.COMPUTE): rate, (Lane.COMPUTE, Lane.INTER): beside}
     one = replace(ONE, exposed=exposed, seconds=exposed + experts, terms={"sum": exposed + experts})
     found = overlapped(one, outside, slowdown)
     played = 0.0
@@ -209,3 +211,15 @@ def test_overlapped_layers_take_what_their_pieces_take_side_by_side(exposed, exp
     assert found.seconds + found.hidden == pytest.approx(one.seconds)
     assert found.exposed + found.hidden == pytest.approx(one.exposed)
     assert found.seconds == pytest.approx(sum(found.terms.values()))
+    assert found.exposed >= 0
+
+
+def test_a_plan_with_exchanges_that_hide_whole_is_read_again(tmp_path):
+    """The four pieces of some exchanges, rounded each, are more than the exchange."""
+    hidden = [
+        overlapped(replace(ONE, exposed=tenths / 10), 100.0, {(Lane.INTER, Lane.COMPUTE): rate / 1000})
+        for tenths in range(1, 40)
+        for rate in range(600, 1001, 50)
+    ]
+    Plan({1: "alltoall"}, tuple(hidden), "a cluster", ep=8, etp=1, experts=8).save(tmp_path / "plan.json")
+    assert list(Plan.load(tmp_path / "plan.json").candidates) == hidden
