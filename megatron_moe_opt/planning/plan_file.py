@@ -13,7 +13,7 @@ from megatron_moe_opt.output_file import write_text_whole
 from megatron_moe_opt.planning.costs.cluster import RANKS, TYPE, Facts, facts
 from megatron_moe_opt.planning.costs.differences import differences
 from megatron_moe_opt.planning.json_places import JsonPlace
-from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction
 from megatron_moe_opt.planning.training.pipeline import OVERLAP
 
 FORMAT = "megatron-moe-opt plan"
@@ -168,13 +168,18 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _numbers(one: Prediction) -> dict[str, Any]:
-    """Returns what a plan keeps of a prediction: all but parts, timelines, and what steps and memory are made of."""
+    """Returns what a plan keeps of a prediction: all but parts, timelines, and what steps and memory are made of; of
+    this how much is of others' experts, which `auto` counts once however many micro-batches are under way.
+    """
     kept = asdict(replace(one, timelines=()))
-    return {name: value for name, value in kept.items() if name not in ("parts", "timelines", "held_more", "hidden")}
+    left_out = ("parts", "timelines", "held_more", "hidden")
+    numbers = {name: value for name, value in kept.items() if name not in left_out}
+    return numbers | {"of_others": one.held_more.of_others}
 
 
 def _candidate(place: JsonPlace) -> Prediction:
-    fields = place.fields("variant", "seconds", "exposed", "inter_bytes", "intra_bytes", "activation_bytes", "terms")
+    fields = place.fields("variant", "seconds", "exposed", "inter_bytes", "intra_bytes", "activation_bytes", "terms",
+                          optional=["of_others"])  # fmt: skip
     return Prediction(
         fields["variant"].word(),
         fields["seconds"].positive(),
@@ -183,4 +188,5 @@ def _candidate(place: JsonPlace) -> Prediction:
         fields["intra_bytes"].not_negative(),
         fields["activation_bytes"].count(),
         {name: seconds.finite() for name, seconds in fields["terms"].object().items()},
+        held_more=HeldMore(of_others=fields["of_others"].given(JsonPlace.count, 0)),
     )

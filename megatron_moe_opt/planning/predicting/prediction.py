@@ -45,7 +45,7 @@ class Prediction:
     hidden: float = field(default=0.0, compare=False)
     """Seconds of communication beside which another micro-batch computes, neither in `seconds` nor in `exposed`."""
     held_more: HeldMore = field(default=HeldMore(), compare=False)
-    """Of which a GPU's memory is made; nothing, as of stock, where the prediction was read from a file."""
+    """Of which a GPU's memory is made; a prediction that was read from a file has `of_others` alone."""
     parts: int = field(default=1, compare=False)
     """Chunks or partitions that its rows are cut into."""
     timelines: tuple[Timeline, ...] = field(default=(), compare=False, repr=False)

@@ -334,12 +334,13 @@ def test_passes_of_batches_that_are_ramped_up_are_those_of_the_last(planned):
     assert (later_micro_batches(), later(32, None), later(32, [8, 8, 96]), later(32, [8, 8, 96], 100)) == (0, 0, 8, 0)
 
 
-def test_others_experts_take_room_once_however_many_passes_are_under_way(planned):
+def test_others_experts_take_room_once_however_many_passes_are_under_way(planned, tmp_path):
     """Three passes of 10 bytes more, and 400 bytes of experts."""
     controller = planned("alltoall")
     travels = Prediction("expert-migration:2x1", 1e-3, 1e-3, 0.0, 0.0, 910, held_more=HeldMore(of_others=400))
     candidates = Prediction("alltoall", 1e-3, 1e-3, 0.0, 0.0, 500), travels
-    controller.given.plan = dataclasses.replace(controller.given.plan, candidates=candidates)
+    dataclasses.replace(controller.given.plan, candidates=candidates).save(tmp_path / "travels.json")
+    controller.given.plan = Plan.load(tmp_path / "travels.json")
     seen = Seen(dataclasses.replace(SEEN.workload, workers=(2, 4)), 32.0)
     for spare, number in ((430, 2), (429, 1)):
         room = room_of(spare + 3 * COMMUNICATOR_BYTES, passes=3)  # the domains' own groups

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.plan_file import Plan, facts_of_plan
-from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction
 
 CANDIDATES = (
     Prediction("mpmoe:2", 1e-3, 5e-4, 1e6, 2e6, 4096, {"pipeline with experts": 1e-3}),
@@ -29,6 +29,16 @@ def test_comes_back(tmp_path):
     with_settings = replace(PLAN, gpu_settings={"NCCL_ALGO": "Ring"}, made_for=facts_of_plan(**RUN))
     with_settings.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == with_settings
+
+
+def test_what_is_of_others_experts_comes_back_and_older_plans_do_not_say(tmp_path):
+    of_others = replace(CANDIDATES[1], held_more=HeldMore(of_pass=5, at_work=6, of_others=7))
+    replace(PLAN, candidates=(of_others,)).save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").candidates[0].held_more == HeldMore(of_others=7)
+    content = json.loads((tmp_path / "plan.json").read_text())
+    del content["candidates"][0]["of_others"]
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    assert Plan.load(tmp_path / "plan.json").candidates[0].held_more == HeldMore()
 
 
 def test_it_says_what_a_layer_runs():
