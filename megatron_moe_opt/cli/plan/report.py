@@ -249,10 +249,10 @@ def _heading(case: Case) -> str:
     described = case.site.cluster.host.get("described as")
     where = f"{settings.cluster} ({described})" if described else settings.cluster
     split = "split" if settings.sequence_parallel else "replicated"
-    levels = " x ".join(map(str, workload.workers))
+    levels = f" ({' x '.join(map(str, workload.workers))}, the slowest level first)" if workload.workers else ""
     return (
         f"{where}: {layout.world} GPUs, TP {layout.tp} (tokens {split}), CP {layout.cp}, {pipeline_of(layout)}, "
-        f"EP {layout.ep} ({levels}, the slowest level first), expert-TP {layout.expert_tp}; "
+        f"EP {layout.ep}{levels}, expert-TP {layout.expert_tp}; "
         f"{workload.rows} rows of {workload.row_bytes} bytes a GPU"
     )
 

@@ -495,6 +495,14 @@ def test_a_measured_cluster(run, tmp_path):
     }
 
 
+def test_levels_of_ranks_that_lie_unevenly_on_nodes_are_not_named(run, tmp_path):
+    described = describe(PCIE, Layout(8, ep=8), 4096, 14336)
+    for nodes, of_ep in (((0,) * 8, "EP 8 (8, the slowest level first), "), ((0,) * 5 + (1,) * 3, "EP 8, expert-TP 1")):
+        replace(described, world=replace(described.world, nodes=nodes)).save(tmp_path / "cluster.json")
+        code, output, _ = run(MIXTRAL, f"--cluster {tmp_path / 'cluster.json'}")
+        assert code == 0 and of_ep in output
+
+
 def test_memory_that_a_profile_does_not_hold_may_be_given(run, tmp_path):
     file = tmp_path / "cluster.json"
     describe(PCIE, Layout(16, ep=8), 4096, 14336).save(file)
