@@ -13,6 +13,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import ALL, AUTO, FROM_0, FROM_0_OR_ALL, LIST, RATIO, one_of, or_auto
 from megatron_moe_opt.planning.choosing.equal_times import fewest_of_equal
 from megatron_moe_opt.planning.costs.cluster import OURS, Cluster
+from megatron_moe_opt.planning.costs.link_bytes import LinkBytes
 from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.expert_migration import DomainChoice
 from megatron_moe_opt.planning.predicting.hops import HopSeconds, hop_passes
@@ -351,18 +352,16 @@ def _candidates(layer: LayerOnCluster, options: MigrationOptions) -> Iterator[Pr
     if not one.workers:
         yield Refusal(NAME, "the network levels of the expert-parallel group are not known")
         return
-    migration = one.migration(layer.skew)
     for choice, terms, timelines in _domain_choices(layer, options.hop_chunks):
         domains = choice.domains
-        sent = [migration.sent(domains, level) for level in range(domains.levels)]
-        outside = sent[:-1] if domains.levels > 1 else sent  # the innermost of several levels is inside nodes
-        between = sum(outside) if layer.links.spans_nodes else 0.0
+        ops = (op for timeline in timelines for op in timeline.schedule.ops)
+        inter_bytes, intra_bytes = LinkBytes(layer.cluster, domains).sent_by_all(ops)
         yield Prediction(
             f"{NAME}:{setting_of(domains.sizes, choice.chunks)}",
             choice.seconds,
             exposed=sum(timeline.exposed for timeline in timelines),
-            inter_bytes=between,
-            intra_bytes=sum(sent) - between,
+            inter_bytes=inter_bytes,
+            intra_bytes=intra_bytes,
             activation_bytes=layer.activation_bytes + (of_others := layer.held_bytes_of_others(domains)),
             held_more=HeldMore(of_others=of_others),
             parts=choice.chunks,

@@ -20,7 +20,7 @@ from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction
 from megatron_moe_opt.schedules.groups import EP
 from megatron_moe_opt.schedules.monta import CHUNK_COUNTS, even_chunks
 from megatron_moe_opt.schedules.mpmoe import HOPS, JOINT, ROWS, SHARED_ROWS
-from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.systems.megatron_config import given_flag, quantization, recomputed_modules, repeats_moe_layers
 from megatron_moe_opt.systems.monta import (
     DEFAULT_CHUNKS,
@@ -189,7 +189,7 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
         """Returns the prediction of schedules that are smaller between nodes than these, of samples at home."""
         schedules = [replace(schedule, ops=tuple(map(placed, schedule.ops))) for schedule in at_home]
         ops = (*alone, *(op for schedule in at_home for op in schedule.ops))
-        inside = sum(layer.links.sent(op)[1] for op in ops if op.kind in COLLECTIVES)
+        _, inside = layer.links.sent_by_all(ops)
         found = layer.prediction(variant, schedules, alone, **how)
         held, activations = HeldMore(of_pass=normalised), found.activation_bytes + normalised
         return replace(found, intra_bytes=inside, activation_bytes=activations, held_more=held)

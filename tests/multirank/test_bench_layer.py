@@ -14,8 +14,13 @@ import torch.distributed as dist
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.costs.described_cluster import describe
+from megatron_moe_opt.planning.costs.known_clusters import H100_IB400
+from megatron_moe_opt.planning.planner import candidates
+from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
 from megatron_moe_opt.runtime.observed.traffic_rows import TrafficRow
+from megatron_moe_opt.topology.domains import levels_of_layout
 from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure
 
@@ -123,6 +128,32 @@ def test_bytes_of_a_trace(ranks, tmp_path):
     }
     assert stock.wire_limit.seconds == pytest.approx(max(limits.values()))
     assert limits[stock.wire_limit.link] == max(limits.values())
+
+
+def _predicted(settings: LayerSettings) -> dict[str, Prediction]:
+    layout = settings.layout(4)
+    cluster = describe(replace(H100_IB400, node=2), layout, settings.hidden, settings.ffn_hidden, settings.dtype)
+    workers = levels_of_layout(layout, cluster.world.nodes)
+    found, _ = candidates(replace(settings.on(4).workload(), workers=workers), cluster)
+    return {one.variant: one for one in found}
+
+
+@pytest.mark.parametrize(
+    ("changes", "variants"),
+    [
+        ({"tp": 2, "replicated": True}, ("expert-migration:1x1", "expert-migration:1x2", "mpmoe:2:hops")),
+    ],
+    ids=["replicated"],
+)
+def test_a_step_sends_what_is_predicted(ranks, changes, variants):
+    """But for counts, and draws of experts that are not all alike."""
+    settings = _settings(**changes, tokens=512, hidden=512, steps=1, warmup=0, dispatchers=variants)
+    report, predicted = ranks.run(_run, settings=settings)[0], _predicted(settings)
+    for result in report.results:
+        if result.dispatcher in variants:
+            sent = [sum(row.bytes for row in result.traffic if row.link == link) / 4 for link in (INTER, INTRA)]
+            one = predicted[result.dispatcher]
+            assert sent == pytest.approx([one.inter_bytes, one.intra_bytes], rel=0.05), result.dispatcher
 
 
 def test_replicated_tokens_are_compared_with_the_reference_schedule(ranks):

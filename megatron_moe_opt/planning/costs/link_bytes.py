@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.schedules.groups import EP, EXPERT_TP, JOINT_GROUP, TP, experts_group, tokens_group
-from megatron_moe_opt.schedules.schedule import Op
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Op
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.layouts import JOINT_ROLES
 
@@ -30,11 +30,6 @@ class LinkBytes:
         self._nodes = world.nodes
         self._elsewhere = {role: self._on_other_nodes(group) for role, group in self._ranks.items()}
 
-    @property
-    def spans_nodes(self) -> bool:
-        """Says whether the expert-parallel group has ranks on several nodes."""
-        return len({self._nodes[rank] for rank in self._ranks[EP]}) > 1
-
     def sent(self, op: Op) -> tuple[float, float]:
         """Returns the bytes of a collective that the first rank sends between nodes and inside its
         node, as many to each peer.
@@ -42,6 +37,11 @@ class LinkBytes:
         ranks, elsewhere = len(self._ranks[op.group]), self._elsewhere[op.group]
         each = op.size / ranks
         return each * elsewhere, each * (ranks - 1 - elsewhere)
+
+    def sent_by_all(self, ops: Iterable[Op]) -> tuple[float, float]:
+        """Returns what `sent` does, of all collectives among the ops together."""
+        sent = [self.sent(op) for op in ops if op.kind in COLLECTIVES]
+        return sum(inter for inter, _ in sent), sum(intra for _, intra in sent)
 
     def _on_other_nodes(self, group: Sequence[int]) -> int:
         """Returns how many ranks of a group are not on the node of its first."""

@@ -229,14 +229,14 @@ class LayerOnCluster:
             EXPERTS: sum(one.seconds for one in experts),
             "rows on the rank": local.seconds,
         }
-        sent = [(links or self.links).sent(op) for op in ops if op.kind in COLLECTIVES]
+        inter, intra = (links or self.links).sent_by_all(ops)
         in_order = [one for one in (*in_order, local) if one.seconds]
         return Prediction(
             variant,
             sum(one.seconds for one in in_order),
             exposed=sum(timeline.exposed for timeline in timelines),
-            inter_bytes=sum(inter for inter, _ in sent),
-            intra_bytes=sum(intra for _, intra in sent),
+            inter_bytes=inter,
+            intra_bytes=intra,
             activation_bytes=self.activation_bytes,
             terms={name: value for name, value in terms.items() if value},
             parts=parts,
