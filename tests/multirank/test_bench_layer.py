@@ -142,18 +142,22 @@ def _predicted(settings: LayerSettings) -> dict[str, Prediction]:
     ("changes", "variants"),
     [
         ({"tp": 2, "replicated": True}, ("expert-migration:1x1", "expert-migration:1x2", "mpmoe:2:hops")),
+        (
+            {"experts": 16, "topk": 8, "capacity_factor": 0.5, "pad_to_capacity": True},
+            ("expert-migration:1x1", "mpmoe:2:hops"),
+        ),
     ],
-    ids=["replicated"],
+    ids=["replicated", "capacity"],
 )
 def test_a_step_sends_what_is_predicted(ranks, changes, variants):
     """But for counts, and draws of experts that are not all alike."""
     settings = _settings(**changes, tokens=512, hidden=512, steps=1, warmup=0, dispatchers=variants)
     report, predicted = ranks.run(_run, settings=settings)[0], _predicted(settings)
-    for result in report.results:
-        if result.dispatcher in variants:
-            sent = [sum(row.bytes for row in result.traffic if row.link == link) / 4 for link in (INTER, INTRA)]
-            one = predicted[result.dispatcher]
-            assert sent == pytest.approx([one.inter_bytes, one.intra_bytes], rel=0.05), result.dispatcher
+    traffic = {result.dispatcher: result.traffic for result in report.results}
+    for variant in variants:
+        sent = [sum(row.bytes for row in traffic[variant] if row.link == link) / 4 for link in (INTER, INTRA)]
+        one = predicted[variant]
+        assert sent == pytest.approx([one.inter_bytes, one.intra_bytes], rel=0.05), variant
 
 
 def test_replicated_tokens_are_compared_with_the_reference_schedule(ranks):

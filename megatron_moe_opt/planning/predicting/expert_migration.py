@@ -16,15 +16,17 @@ experts drawn evenly, E in all and K different ones a token, it has copies in
 
 K = 1 gives one copy, the paper's volumes. Where routing is uneven the busiest region decides. With f times the mean of
 the (token, expert) pairs it counts for f E / d of the E experts: a popular region gets less than f times the copies,
-since more of its pairs share a token. A backward pass exchanges as much, and returns the gradients of migrated
-experts to their owners by a reduce-scatter, the mirror of the all-gather; the paper leaves that out.
+since more of its pairs share a token. Where capacities leave room for a part r of the pairs, a token is taken to have
+drawn r K experts, in the mean of the whole numbers beside it. A backward pass exchanges as much, and returns the
+gradients of migrated experts to their owners by a reduce-scatter, the mirror of the all-gather; the paper leaves that
+out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import ceil, prod
 from types import MappingProxyType
 
 from megatron_moe_opt.errors import ConfigurationError
@@ -75,6 +77,8 @@ class MigrationLayer:
     """The collectives in which experts, or their gradients, travel compressed, and the bytes that the codec works on
     for each byte that travels.
     """
+    kept: float = 1.0
+    """The part of the (token, expert) pairs that experts have room for, as many of each token; others do not travel."""
 
     @classmethod
     def alone(
@@ -88,6 +92,7 @@ class MigrationLayer:
         imbalance: Callable[[ExpertDomains, int], float] = _even,
         gathers_again: bool = False,
         coded: Mapping[Kind, float] = MappingProxyType({}),
+        kept: float = 1.0,
     ) -> MigrationLayer:
         """Returns a forward and a backward pass of the layer alone.
 
@@ -103,16 +108,18 @@ class MigrationLayer:
             StreamPass(expert_bytes),
             StreamPass(gradient_bytes, Kind.REDUCE_SCATTER, expert_bytes if gathers_again else 0),
         )
-        return cls(tokens, row_bytes, topk, local_experts, passes, imbalance, coded)
+        return cls(tokens, row_bytes, topk, local_experts, passes, imbalance, coded, kept)
 
     def exchanged(self, domains: ExpertDomains, level: int) -> float:
         """Returns the bytes of a GPU's rows in an all-to-all of a level, those included that stay."""
         regions = prod(domains.domains(outer) for outer in range(level + 1))
         experts = self.local_experts * domains.world
         others = experts * (1 - self.imbalance(domains, level) / regions)
+        with_room = self.topk * self.kept
         elsewhere = 1.0  # the part of the draws in which the busiest region has none of the token's experts
-        for drawn in range(self.topk):
-            elsewhere *= max(others - drawn, 0.0) / (experts - drawn)
+        for drawn in range(ceil(with_room)):
+            part = min(with_room - drawn, 1.0)
+            elsewhere *= 1 - part + part * max(others - drawn, 0.0) / (experts - drawn)
         return self.tokens * self.row_bytes * regions * (1 - elsewhere)
 
     def gathered(self, domains: ExpertDomains, level: int, one: StreamPass) -> int:

@@ -146,10 +146,11 @@ class LayerWorkload:
             (Kind.ALL_GATHER, self.compression, 1.0),
             (Kind.REDUCE_SCATTER, self.gradient_compression, in_float32),
         )
-        # Each token hops once, and those that no expert has room for do not; what fills a capacity up does not travel.
-        tokens = min(-(-self.tokens // self.tp), self.rows_of(1.0) // self.topk)
+        # Of a token those experts count that have room for it; what fills a capacity up does not travel.
+        tokens = -(-self.tokens // self.tp)
+        kept = min(1.0, self.rows_of(1.0) / max(tokens * self.topk, 1))
         return MigrationLayer.alone(
             tokens, row, self.topk, self.local_experts, int(whole / self.compression),
             int(whole / self.gradient_compression), skew.of_regions, self.resident_part < 1 and self.compression == 1,
-            {kind: ratio * widened for kind, ratio, widened in ratios if ratio != 1},
+            {kind: ratio * widened for kind, ratio, widened in ratios if ratio != 1}, kept,
         )  # fmt: skip

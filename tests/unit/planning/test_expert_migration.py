@@ -227,6 +227,29 @@ def test_a_popular_region_gets_at_most_one_copy_of_every_token():
         assert layer.exchanged(domains, 0) == pytest.approx(copies * 100 * 8)
 
 
+@given(st.integers(1, 2), st.integers(2, 3), st.integers(1, 4), st.data())
+def test_copies_of_tokens_are_those_of_the_experts_that_have_room(local_experts, ranks, topk, data):
+    """Counted over all draws, and over all choices of those experts of a draw that have room; between whole numbers of
+    these it is their mean.
+    """
+    experts = local_experts * ranks
+    topk = min(topk, experts)
+    domains = ExpertDomains((ranks,), (1,))
+
+    def copies(with_room: float) -> float:
+        layer = MigrationLayer(1, 1, topk, local_experts, (), kept=with_room / topk)
+        return layer.exchanged(domains, 0) / ranks
+
+    number = data.draw(st.integers(0, topk))
+    goes_to = [room for draw in combinations(range(experts), topk) for room in combinations(draw, number)]
+    crossing = sum(any(expert < local_experts for expert in room) for room in goes_to) / len(goes_to)
+    assert copies(number) == pytest.approx(crossing)
+    if number < topk:
+        part = data.draw(st.floats(0, 1))
+        mean = (1 - part) * copies(number) + part * copies(number + 1)
+        assert copies(number + part) == pytest.approx(mean, abs=1e-12)
+
+
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(1, 4), st.data())
 def test_a_popular_region_gets_the_copies_of_as_many_experts_as_its_share_is_worth(local_experts, ranks, topk, data):
     """Counted over all draws in which this many of all experts are behind the link."""

@@ -154,10 +154,11 @@ def test_faster_links_and_fewer_rows_never_take_longer(inter, factor, tokens, to
 
 
 def test_tokens_hop_once_whatever_capacity_experts_have():
-    """What fills a capacity up does not travel, and what has no room does not."""
+    """What fills a capacity up does not travel, and an expert without room has nothing of a token that others have."""
     skew = Skew(1.0, (), cluster())
-    capped = (dataclasses.replace(LAYER, capacity_factor=factor) for factor in (0.5, 1.0, 2.0))
-    assert [one.migration(skew).tokens for one in capped] == [512, 1024, 1024]
+    capped = (dataclasses.replace(LAYER, capacity_factor=factor).migration(skew) for factor in (0.5, 1.0, 2.0))
+    assert [(one.tokens, one.kept) for one in capped] == [(1024, 0.5), (1024, 1.0), (1024, 1.0)]
+    assert dataclasses.replace(LAYER, capacity_factor=0.5, tokens=0).migration(skew).tokens == 0
 
 
 def test_uneven_routing_counts_under_every_schedule_of_parm():
