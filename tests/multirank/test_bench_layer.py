@@ -141,13 +141,14 @@ def _predicted(settings: LayerSettings) -> dict[str, Prediction]:
 @pytest.mark.parametrize(
     ("changes", "variants"),
     [
+        ({"ep": 2, "expert_tp": 2, "dtype": "bf16"}, ("alltoall", "monta:O1")),
         ({"tp": 2, "replicated": True}, ("expert-migration:1x1", "expert-migration:1x2", "mpmoe:2:hops")),
         (
             {"experts": 16, "topk": 8, "capacity_factor": 0.5, "pad_to_capacity": True},
             ("expert-migration:1x1", "mpmoe:2:hops"),
         ),
     ],
-    ids=["replicated", "capacity"],
+    ids=["sums-in-fp32", "replicated", "capacity"],
 )
 def test_a_step_sends_what_is_predicted(ranks, changes, variants):
     """But for counts, and draws of experts that are not all alike."""

@@ -54,6 +54,7 @@ def layer_workload(
         workers=workers,
         fused=config.bias_activation_fusion,
         wire=wire,
+        prob_bytes={"fp32": 4, "fp64": 8}.get(config.moe_router_dtype),
         resident_part=resident_part(with_experts / config.pipeline_model_parallel_size, resident),
     )
 

@@ -10,7 +10,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
-from megatron_moe_opt.row_format import LANE_BYTES
+from megatron_moe_opt.row_format import ELEMENT_BYTES, LANE_BYTES
 from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.topology.layouts import Layout, layout_of_run
 from megatron_moe_opt.variants import FLEX, split_variant
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 STOCK = (ALLTOALL, "allgather", FLEX)
 REPLICATED_BASELINE = "deepspeed"
+ROUTER_DTYPE = "fp32"
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -103,6 +104,7 @@ class LayerSettings:
             etp=self.expert_tp,
             tp=self.tp if self.replicated else 1,
             capacity_factor=self.capacity_factor if self.pad_to_capacity else None,
+            prob_bytes=ELEMENT_BYTES[ROUTER_DTYPE],
         )
 
     def data_rank(self, rank: int) -> int:

@@ -20,7 +20,7 @@ from megatron_moe_opt.integration.auto.auto_layer import current_controller
 from megatron_moe_opt.integration.auto.controller import Controller
 from megatron_moe_opt.integration.flex_backends import DEFAULT
 from megatron_moe_opt.integration.layer.moe_layer import build_layer, forget_migrated_experts, impose_routing
-from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings, torch_dtype
+from megatron_moe_opt.integration.measuring.layer_settings import ROUTER_DTYPE, LayerSettings, torch_dtype
 from megatron_moe_opt.integration.measuring.workloads import choose_experts
 from megatron_moe_opt.integration.observe.telemetry import take_records, watch
 from megatron_moe_opt.integration.registry import without_model
@@ -63,7 +63,7 @@ def layer_config(settings: LayerSettings, variant: str, **changes: Any) -> Trans
         moe_router_topk=settings.topk,
         moe_router_pre_softmax=settings.topk == 1,  # softmax over a single choice would be 1, without a gradient
         moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
+        moe_router_dtype=ROUTER_DTYPE,
         moe_enable_routing_replay=True,
         moe_token_dispatcher_type=dispatcher,
         moe_expert_capacity_factor=settings.capacity_factor,

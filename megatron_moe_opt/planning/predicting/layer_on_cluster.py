@@ -19,7 +19,7 @@ from megatron_moe_opt.planning.predicting.partitioned_rows import activation_byt
 from megatron_moe_opt.planning.predicting.prediction import HeldMore, Prediction
 from megatron_moe_opt.planning.predicting.simulator import lane_rate
 from megatron_moe_opt.planning.predicting.skew import Skew
-from megatron_moe_opt.schedules.groups import TP
+from megatron_moe_opt.schedules.groups import EXPERT_TP, TP
 from megatron_moe_opt.schedules.memory_reuse import NONE
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
@@ -32,7 +32,6 @@ DISPATCH = "dispatch and combine"
 """The name of the term of all other schedules."""
 EXPERTS = "experts"
 """The name of the term of experts that are part of no schedule."""
-PROB_BYTES = 4
 _CONVERT = (Kind.COPY, Kind.PERMUTE, Kind.SUM)
 CODEC_COPIES = {
     Kind.ENCODE: 1.0,  # reads experts and what others hold of them
@@ -244,13 +243,21 @@ class LayerOnCluster:
         )
 
     def stock_timelines(self) -> list[Timeline]:
-        """Returns stock's passes, op by op: O1's, and the probabilities in messages of their own."""
+        """Returns stock's passes, op by op: O1's, and the probabilities in messages of their own. In their type outputs
+        are summed, and their gradients gathered, over expert-TP.
+        """
         one, timelines = self.workload, []
+        prob_bytes = one.prob_bytes or one.element_bytes
         for number, exchanged in enumerate(training_passes(self.exchanged, one.row_bytes, one.row_bytes)):
             schedule = exchanged.schedule("O1", even_chunks(exchanged.exchanged, one.etp, 1), one.ep, one.etp)
             ops = list(schedule.ops)
             if number in _WITH_PROBS:
                 collectives = [op for op in schedule.ops if op.kind in COLLECTIVES]
-                ops += [replace(op, size=op.size * PROB_BYTES // one.row_bytes) for op in collectives]
+                ops += [replace(op, size=op.size * prob_bytes // one.row_bytes) for op in collectives]
+            else:
+                ops = [
+                    replace(op, size=op.size * prob_bytes // one.element_bytes) if op.group == EXPERT_TP else op
+                    for op in ops
+                ]
             timelines.append(Timeline.in_turn(f"stock {exchanged.direction}", ((op, self.costs(op)) for op in ops)))
         return timelines

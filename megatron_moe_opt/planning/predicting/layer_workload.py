@@ -68,6 +68,8 @@ class LayerWorkload:
     """The formats in which rows travel (--moe-opt-wire)."""
     resident_part: float = 1.0
     """The part of a rank's MoE layers whose experts of other ranks stay in memory; 1: none is brought there again."""
+    prob_bytes: int | None = None
+    """Bytes of a probability as the router computes it (--moe-router-dtype). None: those of an element."""
 
     @property
     def row_bytes(self) -> int:

@@ -91,6 +91,19 @@ def test_bytes_by_link():
     assert predicted["mpmoe:4:S2"].inter_bytes > predicted["mpmoe:4"].inter_bytes  # communicates inputs again
 
 
+def test_stock_sums_over_expert_tp_in_the_type_of_its_probabilities():
+    """And gathers their gradients in it: two of the four times that rows go over expert-TP, in twice the bytes."""
+    of_rows, wider = (
+        by_variant(candidates(dataclasses.replace(LAYER, prob_bytes=prob_bytes), cluster())[0])
+        for prob_bytes in (None, 8)
+    )
+    own, probs = 2048 * 1024 * 4, 2048 * 4
+    assert of_rows[ALLTOALL].intra_bytes == 3 * (4 * own + 2 * probs)
+    assert wider[ALLTOALL].intra_bytes == 3 * (6 * own + 4 * probs)
+    assert wider[ALLTOALL].inter_bytes - of_rows[ALLTOALL].inter_bytes == probs  # half of two messages
+    assert wider[ALLTOALL].seconds > of_rows[ALLTOALL].seconds and wider["monta:O1"] == of_rows["monta:O1"]
+
+
 def test_rows_to_all_shards_at_once_in_partitions():
     predicted = by_variant(candidates(LAYER, cluster())[0])
     whole, one, four = predicted["parm:S1"], predicted["mpmoe:1:joint"], predicted["mpmoe:4:joint"]
