@@ -247,6 +247,8 @@ def put_another(what: str, layer: Any, patch: pytest.MonkeyPatch) -> None:
     """Puts something of its own in the place of a part of a layer's router, as others do after the layer was built."""
     from megatron.core.transformer.moe import router as megatrons
 
+    from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
+
     def wrapped(function: Any) -> Any:
         return functools.wraps(function)(lambda *given, **named: function(*given, **named))
 
@@ -254,6 +256,9 @@ def put_another(what: str, layer: Any, patch: pytest.MonkeyPatch) -> None:
         layer.router.register_forward_hook(lambda router, inputs, outputs: outputs)
     elif what == "topk":
         layer.router.topk = 3
+    elif what == "ours":
+        layer.config.overlap_moe_expert_parallel_comm = True
+        before_pass(layer, lambda *_: None)
     else:
         owner = {"class": megatrons.TopKRouter, "module": megatrons, "router": layer.router, "layer": layer}
         place, name = what.split()
@@ -289,8 +294,8 @@ def rows_promised(replaced: Sequence[str | None]) -> list[bool]:
 def test_a_routing_that_others_have_put_in_place_may_choose_more_or_fewer_experts(ranks):
     """As a replay of routing does that names an expert twice for a token, or a router that takes the top of p."""
     replaced = ["hook", "topk", "class forward", "class routing", "router forward", "router routing", "layer route"]
-    replaced += ["module topk_routing_with_score_function", None]
-    assert ranks.run(rows_promised, replaced=replaced) == [[False] * 8 + [True]] * 4
+    replaced += ["module topk_routing_with_score_function", "ours", None]
+    assert ranks.run(rows_promised, replaced=replaced) == [[False] * 8 + [True] * 2] * 4
 
 
 HOPPING = [

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_moe_opt.integration.layer.hooks_of_others import hooks_of_others
 
-_MEGATRONS = "megatron.core."
+_MEGATRONS, _OURS = "megatron.core.", "megatron_moe_opt."
 
 
 def routed_by(layer: Any) -> str | None:
@@ -29,6 +29,8 @@ def routed_by(layer: Any) -> str | None:
 
 
 def _is_megatrons(function: Any) -> bool:
-    """Whether a function was written in Megatron: functools.wraps has others say that they were, too."""
-    written_in = getattr(function, "__globals__", None)
-    return written_in is not None and written_in["__name__"].startswith(_MEGATRONS)
+    """Whether a function was written in Megatron: functools.wraps has others say that they were, too. What we put in
+    the place of one calls it.
+    """
+    written_in = getattr(function, "__globals__", {"__name__": type(function).__module__})
+    return written_in["__name__"].startswith((_MEGATRONS, _OURS))
