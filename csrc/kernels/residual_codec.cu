@@ -19,7 +19,8 @@ constexpr int64_t kMaxSelectBlocks = 512;  // each looks at all histogram bins a
 constexpr int kSampleThreads = 1024;
 constexpr int kThreadSamples = 8;
 constexpr int kSamples = kSampleThreads * kThreadSamples;
-constexpr int kBatch = 4;  // vectors of each tensor that a thread requests together
+constexpr int kBatch = 4;         // vectors of each tensor that a thread requests together
+constexpr int kDecodeBlocks = 4;  // that share a block of the format: an expert has few of these
 
 constexpr int kDigits = 3;  // of a 31-bit magnitude, 11, 10 and 10 bits, the upper ones first
 constexpr int kMaxBins = 2048;
@@ -413,7 +414,7 @@ __device__ __forceinline__ int64_t block_end(const uint16_t* indices, int64_t bl
   return int64_t{indices[2 * block]} | int64_t{indices[2 * block + 1]} << 16;
 }
 
-// Adds the entries of a block of the format to the expert: nothing else of it is read or written.
+// Adds the entries of a block of the format (x) to the expert: nothing else of it is read or written. A share each (y).
 template <typename T>
 __global__ void __launch_bounds__(kBlockThreads)
     decode_kernel(int64_t numel, const char* __restrict__ values, const uint16_t* __restrict__ indices, int64_t kept,
@@ -422,7 +423,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   const int64_t block = blockIdx.x;
   const uint16_t* const places = indices + 2 * divide_up(numel, kCodecBlock);
   const int64_t begin = block > 0 ? block_end(indices, block - 1) : 0, end = min(kept, block_end(indices, block));
-  for (int64_t entry = begin + threadIdx.x; entry < end; entry += kBlockThreads) {
+  const int first = static_cast<int>(blockIdx.y) * kBlockThreads + static_cast<int>(threadIdx.x);
+  for (int64_t entry = begin + first; entry < end; entry += kDecodeBlocks * kBlockThreads) {
     const int64_t index = block * kCodecBlock + places[entry];
     if (index >= numel) continue;  // not what encode wrote
     decoded<T>(Element::load(expert, index), Element::load(values, entry)).store(expert, index);
@@ -481,7 +483,7 @@ void sr_encode(DType dtype, int64_t numel, const void* expert, const void* share
 void sr_decode(DType dtype, int64_t numel, const void* values, const uint16_t* indices, int64_t kept, void* expert,
                void* stream) {
   if (kept == 0) return;
-  const unsigned blocks = grid_blocks(codec_blocks(numel), "sr_decode");
+  const dim3 blocks(grid_blocks(codec_blocks(numel), "sr_decode"), kDecodeBlocks);
   with_vector(dtype, false, [&](auto element, auto) {
     decode_kernel<decltype(element)><<<blocks, kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(
         numel, static_cast<const char*>(values), indices, kept, static_cast<char*>(expert));
