@@ -38,6 +38,8 @@ class DomainGroups:
     """All ranks of the expert-parallel group, for what concerns all experts. None where no expert travels."""
     at_end: ExitStack = field(compare=False)
     """What is done, on all ranks alike, before the groups are destroyed."""
+    when_gone: ExitStack = field(compare=False)
+    """What a rank does by itself then, or once the groups are gone with all groups of the job."""
 
     @property
     def migrates(self) -> bool:
@@ -86,13 +88,18 @@ def domain_groups(ep: ProcessGroup, domains: ExpertDomains, user: object) -> Dom
     Args:
         user: who uses them, for as long as it lives or until leave_domain_groups. On all ranks alike.
     """
-    for key in [key for key in _made if is_destroyed(key[0])]:
-        del _made[key]  # with all groups of the job, between two trainings in one process
+    forget_destroyed_groups()
     release_domain_groups(ep)
     if (ep, domains) not in _made:
         _made[ep, domains] = _Made(_make(ep, domains))
     _made[ep, domains].users.add(user)
     return _made[ep, domains].groups
+
+
+def forget_destroyed_groups() -> None:
+    """Forgets groups that were destroyed with all groups of the job, as between two trainings in one process."""
+    for key in [key for key in _made if is_destroyed(key[0])]:
+        _made.pop(key).groups.when_gone.close()
 
 
 def leave_domain_groups(user: object) -> None:
@@ -117,7 +124,8 @@ def release_domain_groups(ep: ProcessGroup) -> None:
 
 
 def _make(ep: ProcessGroup, domains: ExpertDomains) -> DomainGroups:
-    at_end = ExitStack()  # in the opposite order: all ranks have done, then groups are destroyed
+    # In the opposite order: all ranks have done, then groups are destroyed.
+    at_end, when_gone = ExitStack(), ExitStack()
 
     def group(groups: Groups, what: str) -> ProcessGroup | None:
         """Makes this rank's group of `groups`, which hold ranks of `ep`; None where it would be alone."""
@@ -134,4 +142,5 @@ def _make(ep: ProcessGroup, domains: ExpertDomains) -> DomainGroups:
     experts = tuple(group(domains.gather_groups(level), f"experts, level {level}") for level in levels)
     all_experts = group((tuple(range(ep.size())),), "all experts") if any(experts) else None
     at_end.callback(dist.barrier, ep)
-    return DomainGroups(ep, domains, ep.rank(), tokens, experts, all_experts, at_end)
+    at_end.callback(when_gone.close)
+    return DomainGroups(ep, domains, ep.rank(), tokens, experts, all_experts, at_end, when_gone)

@@ -153,21 +153,26 @@ def two_trainings(folder: Path) -> None:
     import megatron_moe_opt
     from megatron_moe_opt.integration.auto.auto_layer import current_controller
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from megatron_moe_opt.integration.optimizer_step import gradients_cleared, step_ended
     from megatron_moe_opt.topology import domain_groups
     from tests.ranks import megatron
 
-    def layers() -> list[Any]:
+    def layers(*names: str) -> list[Any]:
         with megatron.parallel(ep=2):
-            names = ("auto", "expert-migration")
             return [build_layer(megatron.moe_config(moe_token_dispatcher_type=name)) for name in names]
 
     backend, rank, world = dist.get_backend(), dist.get_rank(), dist.get_world_size()
+    megatron_moe_opt.register(Options(network_levels=(2,), domain_sizes=(2,)))
+    (travels,) = layers("expert-migration")
     megatron_moe_opt.register(Options(network_levels=(2,)))
-    before, planned = layers(), current_controller()
+    before, planned = layers("auto", "expert-migration"), current_controller()
+    step(travels)
+    step_ended(True)  # of an optimizer that does not know its model
     dist.destroy_process_group()
     megatron._layouts.clear()
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    after = layers()
+    gradients_cleared()  # of a model whose experts stay where they are: no groups are made for it
+    after = layers("auto", "expert-migration")
     assert current_controller() is not planned
     assert [layer.layer for layer in current_controller().layers] == after[:1]
     assert {group for group, _ in domain_groups._made} == {after[1].token_dispatcher.dispatcher.groups.ep}
@@ -175,5 +180,5 @@ def two_trainings(folder: Path) -> None:
 
 
 def test_a_training_knows_nothing_of_groups_that_are_gone(doomed_ranks, tmp_path):
-    """Its trials would wait in groups of the training before, or end in an error there."""
+    """Its trials and its steps would wait in groups of the training before, or end in an error there."""
     doomed_ranks.run(two_trainings, folder=tmp_path)

@@ -42,7 +42,12 @@ from megatron_moe_opt.runtime.travelling_experts.migrated_experts import Migrate
 from megatron_moe_opt.runtime.travelling_experts.step_passes import TrainedModel
 from megatron_moe_opt.systems.expert_migration import domains_of
 from megatron_moe_opt.systems.system import PREFIX, shown
-from megatron_moe_opt.topology.domain_groups import DomainGroups, experts_cross_nodes, levels_of
+from megatron_moe_opt.topology.domain_groups import (
+    DomainGroups,
+    experts_cross_nodes,
+    forget_destroyed_groups,
+    levels_of,
+)
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -129,16 +134,17 @@ def experts_to_migrate(layer: Any, options: Options) -> tuple[Migrate, list[Remo
         else:  # inside a node it takes less to return them in each pass than to copy their sums to the host and back
             gradients = WholeGradients(on_host and experts_cross_nodes(groups))
         refuse_skips = functools.partial(_refuse_lone_skips)  # one's own: it is forgotten with these groups alone
+        before_optimizer_step(forget_destroyed_groups)  # before what was asked for over them is called
         for step, add in (
             (communicator.before_step, before_optimizer_step),
             (communicator.after_step, after_optimizer_step),
             (communicator.after_skipped_step, functools.partial(after_optimizer_step, updated=False)),
         ):
             add(_OfModel(step))
-            groups.at_end.callback(forget, _OfModel(step))
+            groups.when_gone.callback(forget, _OfModel(step))
         after_optimizer_step(refuse_skips)
         after_optimizer_step(refuse_skips, updated=False)
-        groups.at_end.callback(forget, refuse_skips)
+        groups.when_gone.callback(forget, refuse_skips)
         return MigratedExperts(weights, owners, communicator, codec, gradients)
 
     return migrate, hooks

@@ -292,7 +292,7 @@ def expert_communicator(groups: DomainGroups, ahead: int, resident: int | None =
     key = groups, ahead, resident
     if key not in _communicators:
         _communicators[key] = ExpertCommunicator(*key)
-        groups.at_end.callback(_communicators.pop, key)
+        groups.when_gone.callback(_communicators.pop, key)
         groups.at_end.callback(finish_started)
     return _communicators[key]
 
