@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -121,9 +121,9 @@ class FailureBoard:
         _extension().let_end()
         if self.first is not None:
             self._exit()
-        if self._served_by_rank == self.rank and self._answered(lambda: self._store.set(_ALARM, _END)):
-            time.sleep(2 * self._poll_s)  # the others must not look for a store that is gone
         self._watcher.join(STORE_S)
+        if self._served_by_rank == self.rank:
+            time.sleep(2 * self._poll_s)  # until the others know: they must not look for a store that is gone
 
     def _settle(self, find: Callable[[], Failure], what: str, where: str) -> Failure:
         self.hears_of_it()
@@ -210,8 +210,9 @@ class FailureBoard:
                 pass
 
         asking = threading.Thread(target=run, daemon=True)
-        asking.start()
-        asking.join(STORE_S + ROLL_CALL_S)
+        with suppress(RuntimeError):  # early CPython 3.12 starts no thread in a process that ends
+            asking.start()
+            asking.join(STORE_S + ROLL_CALL_S)
         return bool(answered)
 
     def _say(self, first: Failure) -> None:
@@ -241,7 +242,8 @@ class FailureBoard:
             self._store.add(_SEEN, 1)
         except RuntimeError:
             return  # the store is gone: at the end of the job, or a collective with who served it fails
-        threading.Thread(target=_abort_nccl, daemon=True).start()
+        with suppress(RuntimeError):  # as in `_answered`
+            threading.Thread(target=_abort_nccl, daemon=True).start()
         deadline = time.monotonic() + GRACE_S
         while not self._raised.wait(POLL_S / 4) and time.monotonic() < deadline:
             for interrupt in _interrupts:
@@ -252,7 +254,9 @@ class FailureBoard:
             self._exit()
 
     def _rest(self, seconds: float) -> bool:
-        """Waits. Returns whether there is no more to watch for; ends a process of which a thread has died."""
+        """Waits. Returns whether there is no more to watch for, which the rank that serves the store tells the others;
+        ends a process of which a thread has died.
+        """
         if what := _extension().uncaught_exception():
             line = f"a thread has died of {what.splitlines()[0]}"
             # NCCL's watchdog dies of a collective that did not end, for which another rank may be to blame.
@@ -264,7 +268,10 @@ class FailureBoard:
                 _extension().let_end()
                 time.sleep(GRACE_S)
             self._exit()
-        return self._stopped.wait(seconds)
+        is_over = self._stopped.wait(seconds)
+        if is_over and self.first is None and self._served_by_rank == self.rank:
+            self._store.set(_ALARM, _END)
+        return is_over
 
     def _exit(self) -> None:
         if self._served_by_rank == self.rank:

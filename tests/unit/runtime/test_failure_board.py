@@ -132,6 +132,25 @@ def test_ranks_that_give_up_at_once_all_name_one_that_is_silent(monkeypatch: pyt
     assert found[0].rank == 8 and "nor do ranks 9, 10, 11, 12, 13, 14, 15, 16 and 3 more, as rank" in found[0].what
 
 
+def test_a_process_that_may_start_no_thread_any_more_ends_as_others_do(monkeypatch: pytest.MonkeyPatch):
+    """Early CPython 3.12 starts none in functions of atexit."""
+    extension = SimpleNamespace(let_end=lambda: None, uncaught_exception=lambda: None)
+    monkeypatch.setattr(failure_board, "_extension", lambda: extension)
+    store, status = dist.HashStore(), []
+    through, failed = (FailureBoard(one, 0, 1, served_by_rank=0) for one in (store, dist.HashStore()))
+    failed.report("boom")
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(os, "_exit", status.append)
+    through.end()
+    assert store.get("alarm") == b"end" and not status
+    failed.end()
+    assert status == [1]
+
+
 def test_no_group_of_nccl_is_aborted_behind_another(monkeypatch: pytest.MonkeyPatch):
     """One may wait for its ranks, and the others are what these wait in."""
     aborted, goes_on = [], threading.Event()
