@@ -115,8 +115,7 @@ void test_codec(const char* isa, int64_t numel, int64_t k, int64_t num_ranges, b
   for (const int64_t forged : {int64_t{0}, int64_t{indices[k]}, numel}) {
     if (forged >= kCodecBlock) continue;
     indices.back() = static_cast<uint16_t>(forged);
-    const bool accepted =
-        cpu::sr_decode(DType::kFloat32, numel, values.data(), indices.data(), out.data(), 0, 1);
+    const bool accepted = cpu::sr_decode(DType::kFloat32, numel, values.data(), indices.data(), out.data(), 0, 1);
     expect(!accepted, "forged places are found out", isa);
     expect(out.guards_intact(), "bytes around the output of forged places", isa);
   }
