@@ -157,13 +157,14 @@ def chunks(draw: Draw) -> None:
 def sums(draw: Draw) -> None:
     dtype, width = draw.of((*DTYPES, torch.float64)), draw.of((1, 3, 8, 64, 130, 1001))
     rows, ranks = draw.of((1, 2, 7)), draw.of((1, 2, 5, 64, 65, 300))
-    own = draw.normal(rows, width).to(dtype)
-    others = draw.normal((ranks - 1) * rows, width).to(dtype)  # as a reduce-scatter receives them, but for its own
+    columns = width + draw.of((0, 0, 8))  # more than are summed, as rows on the wire have
+    own = draw.normal(rows, columns).to(dtype)
+    others = draw.normal((ranks - 1) * rows, columns).to(dtype)  # as a reduce-scatter receives them, but for its own
     apart = ranks <= 64 and draw.number(0, 1) == 1  # or each in memory of its own
     rank = draw.number(0, ranks - 1)
     results = []
     for place in PLACES:
-        given = list(others.to(place).view(-1, rows, width))
+        given = list(others.to(place).view(-1, rows, columns))
         given = [part.clone() for part in given] if apart else given
         given.insert(rank, own.to(place))
         out = torch.full_like(given[rank], 7)
