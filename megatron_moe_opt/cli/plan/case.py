@@ -14,7 +14,13 @@ from megatron_moe_opt.planning.planner import Beside, best, candidates, fastest_
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.overlapped_batches import overlapped
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, HeldMore, Prediction, Refusal
-from megatron_moe_opt.planning.training.memory import RECOMPUTE, BytesPerParameter, layer_activations, telling_stages
+from megatron_moe_opt.planning.training.memory import (
+    RECOMPUTE,
+    BytesPerParameter,
+    TellingStage,
+    layer_activations,
+    telling_stages,
+)
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.pipeline import unpaired
 from megatron_moe_opt.planning.training.step_costs import StepCosts, communication
@@ -41,22 +47,20 @@ Predict = Callable[..., tuple[tuple[Prediction, ...], tuple[Refusal, ...]]]
 
 @dataclass(frozen=True)
 class _Stage:
-    """What a GPU of a pipeline stage holds under stock, in bytes."""
+    """What a GPU of a pipeline stage holds, in bytes."""
 
-    held: float
-    """All but what there is for a moment."""
-    passes: float
-    """How often it holds what a MoE layer keeps of a pass."""
-    moe_layers: int
+    stock: TellingStage
+    """Under stock."""
     again: int
     """What a layer keeps while it runs again, one at a time; 0: none does."""
-    logits: int
-    """Logits, when no layer is at work."""
 
     def most(self, more: HeldMore) -> float:
         """Returns the most that it holds at once, where each MoE layer holds so much more."""
-        at_work = self.again + (self.moe_layers > 0) * (more.at_work + (self.again > 0) * more.of_pass)
-        return self.held + self.passes * more.of_pass + self.moe_layers * more.of_others + max(self.logits, at_work)
+        stock, runs_again = self.stock, self.again > 0
+        at_work = self.again + (stock.moe_layers > 0) * (more.at_work + runs_again * more.of_pass)
+        passes = 0.0 if runs_again else stock.moe_layers * stock.passes
+        held = stock.memory.total + passes * more.of_pass + stock.moe_layers * more.of_others
+        return held + max(stock.logits, at_work)
 
 
 @dataclass(frozen=True)
@@ -181,16 +185,14 @@ class Case:
             model, layout, *batch, settings.micro_batches, settings.recompute, BytesPerParameter.of(element_bytes),
             rows, settings.overlaps,
         )  # fmt: skip
-        found = []
-        for stage in stages:
-            passes, again = stage.moe_layers * stage.passes, 0
-            if runs_again:
-                of_layer = layer_activations(
-                    model, layout, *batch, rows=rows, moe=stage.moe_layers > 0, element_bytes=element_bytes
-                )
-                passes, again = 0.0, sum(of_layer.values())
-            found.append(_Stage(stage.memory.total, passes, stage.moe_layers, again, stage.logits))
-        return found
+
+        def again(stage: TellingStage) -> int:
+            of_layer = layer_activations(
+                model, layout, *batch, rows=rows, moe=stage.moe_layers > 0, element_bytes=element_bytes
+            )
+            return sum(of_layer.values())
+
+        return [_Stage(stage, again(stage) if runs_again else 0) for stage in stages]
 
     def fits(self, one: Prediction) -> bool:
         """Whether a GPU can hold the candidate in what may be planned with; True where its memory is not known."""

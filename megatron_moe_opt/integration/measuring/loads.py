@@ -22,9 +22,7 @@ from megatron_moe_opt.runtime.rows.row_layout import Payload
 from megatron_moe_opt.runtime.rows.ways import EpWithExpertTp
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.travelling_experts import expert_gradients
-from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
-    ResidualMessages,
-)
+from megatron_moe_opt.runtime.travelling_experts.expert_codec import ResidualMessages
 from megatron_moe_opt.schedules.memory_reuse import Restore
 from megatron_moe_opt.schedules.pipeline import even_parts
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
