@@ -105,6 +105,7 @@ inline void write_step(const T* elements, int64_t count, int64_t hidden, int64_t
 template <DType kFormat>
 void write_zeros(int64_t hidden, uint8_t* row) {
   if constexpr (has_scales(kFormat)) {
+    if (hidden == 0) return;  // an empty row may be at no address, which memset must not get
     const int64_t scales = first_scale(kFormat, hidden);
     const int64_t end = scales + num_blocks(kFormat, hidden) * scale_bytes(kFormat);
     std::memset(row + hidden, 0, scales - hidden);
