@@ -45,6 +45,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
     moe = parser.add_argument_group("mixture of experts")
     moe.add_argument("--num-experts", type=int, required=True)
+    moe.add_argument("--moe-layer-freq", type=int, default=1, help="experts in one layer of so many, from the first on")
     moe.add_argument("--moe-router-topk", type=int, default=2)
     moe.add_argument("--moe-ffn-hidden-size", type=int, help="default: --ffn-hidden-size")
     moe.add_argument("--moe-shared-expert-intermediate-size", type=int)
@@ -161,7 +162,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> Layout:
 def _check_positive(args: argparse.Namespace) -> None:
     names = (
         "num_layers hidden_size ffn_hidden_size num_attention_heads seq_length vocab_size num_experts"
-        " moe_router_topk moe_ffn_hidden_size tensor_model_parallel_size pipeline_model_parallel_size"
+        " moe_layer_freq moe_router_topk moe_ffn_hidden_size tensor_model_parallel_size pipeline_model_parallel_size"
         " context_parallel_size expert_model_parallel_size expert_tensor_parallel_size"
         " distributed_timeout_minutes micro_batch_size train_iters lr log_interval make_vocab_size_divisible_by"
     )

@@ -9,13 +9,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 
@@ -35,6 +32,7 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         num_moe_experts=args.num_experts,
+        moe_layer_freq=args.moe_layer_freq,
         moe_router_topk=args.moe_router_topk,
         moe_ffn_hidden_size=args.moe_ffn_hidden_size,
         moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size,
@@ -54,16 +52,6 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
     )
 
 
-def _layer_spec(args: argparse.Namespace) -> ModuleSpec:
-    if torch.cuda.is_available() and find_spec("transformer_engine") is not None:
-        return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=args.num_experts, moe_grouped_gemm=args.moe_grouped_gemm
-        )
-    return get_gpt_layer_local_spec(
-        num_experts=args.num_experts, moe_grouped_gemm=args.moe_grouped_gemm, normalization="RMSNorm"
-    )
-
-
 def build_model(args: argparse.Namespace, config: TransformerConfig, device: torch.device) -> DistributedDataParallel:
     """The part of the GPT that this rank's pipeline stage holds, wrapped for data parallelism."""
     # Megatron pads the vocabulary so that every tensor-parallel rank gets an equal, round part.
@@ -71,7 +59,11 @@ def build_model(args: argparse.Namespace, config: TransformerConfig, device: tor
     padded_vocab_size = -(-(args.vocab_size + 1) // multiple) * multiple
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_layer_spec(args),
+        transformer_layer_spec=get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=torch.cuda.is_available() and find_spec("transformer_engine") is not None,
+            normalization="RMSNorm",
+        ),
         vocab_size=padded_vocab_size,
         max_sequence_length=args.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -109,6 +101,9 @@ def build_optimizer(
         [model],
         use_gloo_process_groups=False,
     )
+    if next(model.parameters()).device.type == "cpu":
+        for group in optimizer.param_groups:
+            group["fused"] = True  # else PyTorch's Adam goes over every weight ten times
     model.config.grad_scale_func = optimizer.scale_loss
     model.config.finalize_model_grads_func = finalize_model_grads
     samples = args.global_batch_size

@@ -51,7 +51,7 @@ def follow(dtype: torch.dtype, interval: int) -> None:
                     mean = mean_of(owners)
                     expected = mean.to(dtype).expand_as(owners).clone()
                 elif renewed is not None:
-                    expected = (expected + (renewed - mean)).to(dtype)
+                    expected = expected + (renewed - mean).to(dtype)
                     mean = renewed
                 renewed = mean_of(owners) if number and number % interval == 0 else None
                 for places in ((owner, local) for owner in range(len(owners)) for local in range(LOCAL)):

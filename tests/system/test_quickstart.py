@@ -39,9 +39,9 @@ def losses(log: Path) -> dict[int, float]:
 def test_train_and_compare(text: Path, tmp_path: Path):
     """The script behind the quickstart, with fewer steps of a smaller model: all bars met, table and plot written."""
     script = ["bash", str(ROOT / "recipes/train_and_compare.sh")]
-    smaller = shlex.split("-- --num-layers 2 --hidden-size 64 --moe-ffn-hidden-size 64 --seq-length 64")
+    sizes = "--num-layers 2 --moe-layer-freq 2 --hidden-size 64 --moe-ffn-hidden-size 64 --seq-length 64"
     status, printed = run_script(
-        [*script, "--text", str(text), "--steps", "16", "--output", str(tmp_path / "out"), *smaller],
+        [*script, "--text", str(text), "--steps", "16", "--output", str(tmp_path / "out"), "--", *shlex.split(sizes)],
         tmp_path / "ranks",
         environment(),
     )
@@ -51,7 +51,7 @@ def test_train_and_compare(text: Path, tmp_path: Path):
     for row in ("loss, iteration 16", "all_to_all, intra-node"):
         assert f"| {row}" in table
     assert (tmp_path / "out/loss.png").stat().st_size > 10_000
-    assert "dispatcher monta" in printed and "tokens/s" in printed
+    assert "MoE layer 1: dispatcher monta" in printed and "tokens/s" in printed
     beside = re.findall(r"loss ([0-9.]+) \(there ([0-9.]+)\)", printed)
     assert len(beside) == 16 and all(abs(float(ours) - float(there)) < 2e-4 for ours, there in beside)
 
@@ -218,11 +218,11 @@ def test_the_layout_of_these_tests_is_accepted():
         ("--seq-length 33", 4, "--seq-length 33 must be divisible by 2"),
         ("--global-batch-size 6", 4, "--global-batch-size 6 is not divisible by 4: --micro-batch-size 2 x 2 data-par"),
         ("--micro-batch-size 0", 4, "--micro-batch-size 0 must be more than 0"),
+        ("--moe-layer-freq 0", 4, "--moe-layer-freq 0 must be more than 0"),
         ("--save-interval 5", 4, "--save-interval 5 needs a folder to save in; add --save DIR"),
         ("--ckpt-step 5", 4, "--ckpt-step 5 needs a folder to load from; add --load DIR"),
         ("--lr-warmup-iters 5", 4, "--lr-warmup-iters 5 must be less than the 5 iterations"),
         ("--eval-iters -1", 4, "--eval-iters -1 must be 0 or more"),
-        ("--make-vocab-size-divisible-by 0", 4, "--make-vocab-size-divisible-by 0 must be more than 0"),
         ("--min-lr 1", 4, "--min-lr 1.0 is more than --lr 0.001"),
         ("--data-path 1 a 2", 4, "--data-path 1 a 2 must be one prefix, or a weight above 0 before each of several"),
         ("--data-path 0 a 2 b", 4, "--data-path 0 a 2 b must be one prefix, or a weight above 0"),

@@ -219,9 +219,7 @@ class TrackedExperts:
         message, before = residuals.empty(flat.device), [previous]
 
         def moved_on(experts: torch.Tensor) -> torch.Tensor:
-            """Returns experts, a rank's or several ranks', after the shared expert's move: all ranks hold the same bits
-            of them.
-            """
+            """Returns a rank's experts [numel] after the shared expert's move: all ranks hold the same bits of them."""
             if move is not None:
                 experts.view(-1, move.numel()).add_(used_here(move))
             return experts
@@ -235,7 +233,9 @@ class TrackedExperts:
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
             # Once: who kept what went before would keep all that ever went.
             experts = flat.new_zeros(messages.size(0), flat.numel()) if is_first else before.pop()()
-            return decode_others(residuals, messages, own, moved_on(experts))
+            for message, of_owner in _of_others(messages, own, experts):
+                residuals.decode(message, moved_on(of_owner))
+            return experts
 
         return Message(message, encode, decode)
 
@@ -273,14 +273,16 @@ class LargestWeights:
             residuals.encode(flat, [zeros] * self.num_local, message)
 
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
-            return decode_others(residuals, messages, own, flat.new_zeros(messages.size(0), flat.numel()))
+            experts = flat.new_zeros(messages.size(0), flat.numel())
+            for message, of_owner in _of_others(messages, own, experts):
+                residuals.decode(message, of_owner)
+            return experts
 
         return Message(message, encode, decode)
 
 
-def decode_others(residuals: ResidualMessages, messages: torch.Tensor, own: int, experts: torch.Tensor) -> torch.Tensor:
-    """Returns what `Decode` does, in the memory of what the messages are told from: experts [owners, numel]."""
-    for owner, (message, of_owner) in enumerate(zip(messages, experts, strict=True)):
+def _of_others(messages: torch.Tensor, own: int, experts: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields the message [M] and the experts [numel] of each owner but this rank, which has its own."""
+    for owner, pair in enumerate(zip(messages, experts, strict=True)):
         if owner != own:
-            residuals.decode(message, of_owner)
-    return experts
+            yield pair

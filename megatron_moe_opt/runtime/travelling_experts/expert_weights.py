@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -113,17 +114,21 @@ class ExpertWeights:
     def equal(self, flat: torch.Tensor) -> torch.Tensor:
         """Whether the parameters are, bit for bit, those that `current` copied: a bool, on their device."""
         self._ready()
-        parts = zip(self.parameters, self.views(flat), strict=True)
+        parts = [_bits(*pair) for pair in zip(self.parameters, self.views(flat), strict=True)]
         if has_streams(flat.device):
-            return torch.stack([(_bits(one) == _bits(other)).all() for one, other in parts]).all()
-        return torch.tensor(all(torch.equal(_bits(one), _bits(other)) for one, other in parts))
+            return torch.stack([(one == other).all() for one, other in parts]).all()
+        return torch.tensor(all(torch.equal(one, other) for one, other in parts))
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yields the parts of flat [numel] in the order of slots, in the parameters' shapes; the same memory."""
         return (flat[slot.first : slot.first + slot.numel].view(slot.shape) for slot in self.slots)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the same memory as integers, of which NaN equals itself."""
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().view(integer)
+def _bits(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Returns tensors of one shape and dtype as integers, of which NaN equals itself, flat and in the same memory: the
+    widest that all their places allow, for there are fewer of these to compare.
+    """
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    places = (elements * one.element_size() for one in flat for elements in (one.numel(), one.storage_offset()))
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[math.gcd(8, *places)]
+    return [one.view(integer) for one in flat]

@@ -50,7 +50,7 @@ class MeanExpert:
         with a message, from its experts, and serves from the next one on. A collective call over the group.
 
         Returns:
-            float32 [N]; None where it has not been renewed.
+            [N] of the experts' dtype, to which what moves with it is rounded anyway; None where it was not renewed.
         """
         before, move = self._mean, None
         if before is None:
@@ -61,13 +61,16 @@ class MeanExpert:
         if self._messages and self._messages % self.interval == 0:
             self._renewed = self._renew(experts)
         self._messages += 1
-        return move
+        return None if move is None else move.to(experts.dtype)
 
     def _renew(self, experts: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts to average the experts of all ranks; what waits for the mean, float32 [N]."""
         ranks, numel, run = self.group.size(), experts.size(1), executor(experts.device)
         shares = torch.zeros(ranks, -(-numel // ranks), device=experts.device)
-        shares.view(-1)[:numel] = experts.float().sum(0) / (self.num_local * ranks)
+        total = shares.view(-1)[:numel]
+        for expert in experts:  # a sum over all would convert them first: twice their bytes and more, on a CPU
+            total += expert
+        total /= self.num_local * ranks
         with run.memory(QUEUE):
             mean = empty((1, shares.size(1)), shares.dtype, shares.device)
             reduce = steps.reduce_scatter(shares, mean, self.group)

@@ -59,7 +59,7 @@ class MovingExpert:
         """Moves as MeanExpert.move says."""
         moves = self.is_first or torch.rand((), generator=self.generator) < 0.5
         self.is_first = False
-        return torch.randn(experts.size(1), generator=self.generator) if moves else None
+        return torch.randn(experts.size(1), generator=self.generator).to(experts.dtype) if moves else None
 
     def restart(self) -> None:
         """Restarts as MeanExpert.restart says."""
