@@ -24,6 +24,8 @@ A_GPU = Path("/dev/nvidia0")
 """A device that a node with NVIDIA's GPUs has, whether PyTorch can use them or not."""
 _YES = ("1", "t", "true", "y", "yes")
 """What PyTorch reads as on, in any case."""
+_NO_GPU = ("", "-1", "NoDevFiles")
+"""What CUDA_VISIBLE_DEVICES is where no GPU is to be used; the last one is SLURM's."""
 _BY_DEFAULT = 8
 _OF_NO_EFFECT = ("NCCL_DEBUG", "NCCL_HOSTID")
 """The beginnings of names that say what NCCL writes, not what it does; and a name that is each rank's own."""
@@ -71,7 +73,8 @@ def has_unusable_gpu() -> bool:
     """
     import torch  # here: moe-opt plan, which asks for other settings, runs without it
 
-    return not torch.cuda.is_available() and A_GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    is_off = os.environ.get("CUDA_VISIBLE_DEVICES") in _NO_GPU
+    return not torch.cuda.is_available() and A_GPU.exists() and not is_off
 
 
 def launches_in_turn() -> bool:

@@ -157,6 +157,17 @@ def test_one_hardware_queue_only_where_megatron_demands_it(cluster, sizes, more,
     assert ("set to 1 in the place of 4" in result.stdout) == is_demanded
 
 
+def test_a_recipe_of_ones_own_may_join_a_flag_and_its_value(cluster):
+    own = cluster.notes / "own.sh"
+    sizes = "--tensor-model-parallel-size=1 --train-iters=300"
+    own.write_text(f'source "{SLURM}/models/mixtral_8x7b.sh"\narguments+=({sizes})\n')
+    assert cluster.run("pretrain_gpt.sbatch", str(own), SAVES="300").returncode == 0  # trained to the end
+    assert cluster.note("environment")[0].split()[-1] == "32"
+    own.write_text(f'source "{SLURM}/models/mixtral_8x7b.sh"\narguments+=(--save=/shared/other)\n')
+    ran = cluster.run("pretrain_gpt.sbatch", str(own))
+    assert ran.returncode == 2 and "--save is the job's own" in ran.stderr
+
+
 def test_starts_a_rank_a_task(cluster):
     result = cluster.job(SAVES="500000")
     assert result.returncode == 0, result.stderr

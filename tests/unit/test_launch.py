@@ -134,8 +134,9 @@ def test_a_gpu_that_pytorch_cannot_use_is_not_passed_over(script, monkeypatch, c
     with pytest.raises(SystemExit) as caught:
         launch_main([str(script)])
     assert caught.value.code == 2 and "error: this node has a GPU, and PyTorch" in capsys.readouterr().err
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    launch_main([str(script)])
+    for off in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", off)
+        launch_main([str(script)])
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,9 @@ def settled_lines(controller: Controller, chosen: str) -> list[str]:
     """Returns what was measured, beside what was predicted, and what stays."""
     alike, trials = controller.turns.alike, controller.turns.trials
     measured, predicted = trials.medians(), {one.variant: one.seconds for one in alike.predicted}
+    without_trials = f"to run it without trials: {' '.join(_flags(chosen))}"
     if not measured:
-        return [f"{chosen} stays: nothing else has room"]
+        return [f"{chosen} stays: nothing else has room", without_trials]
     listed = ", ".join(_measured(*one) for one in trials.times.items())
     where = f" of {_named(alike)}" if len(controller.shapes) > 1 else ""
     lines = [
@@ -69,7 +70,7 @@ def settled_lines(controller: Controller, chosen: str) -> list[str]:
         f"trials{where}: {listed}"
     ]
     if ALLTOALL not in measured:
-        return [*lines, f"{chosen} stays"]
+        return [*lines, f"{chosen} stays", without_trials]
     if chosen == ALLTOALL:
         return [*lines, f"{chosen} stays: nothing is surely faster"]
     lines.append(
@@ -79,7 +80,7 @@ def settled_lines(controller: Controller, chosen: str) -> list[str]:
         f"{(measured[ALLTOALL] - measured[chosen]) * 1e3:.1f} ms of it"
         + _predicted_saving(predicted, chosen, alike.passes)
     )
-    return [*lines, f"to run it without trials: {' '.join(_flags(chosen))}"]
+    return [*lines, without_trials]
 
 
 def _measured(variant: str, times: Sequence[float]) -> str:

@@ -20,8 +20,9 @@ from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicate
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.plan_file import Plan, facts_of_plan
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.row_format import SAME
-from megatron_moe_opt.systems import moves_samples
+from megatron_moe_opt.systems import moves_samples, system_names, system_of
 from megatron_moe_opt.systems.system import PREFIX
 from megatron_moe_opt.topology.agreement import found_by_first
 from megatron_moe_opt.variants import split_variant
@@ -113,15 +114,21 @@ def read_plan(file: Path, config: Any) -> Plan:
 
 
 def _check_variants(plan: Plan, file: Path, config: Any) -> None:
-    """Refuses, as for a dispatcher that the user names, what rounds rows or what this configuration cannot run."""
+    """Refuses, as for a dispatcher that the user names, what is none, rounds rows, or cannot run here."""
     for variant in dict.fromkeys((*plan.layers.values(), *(one.variant for one in plan.candidates))):
-        _, options = split_variant(variant, None)
+        try:
+            _, options = split_variant(variant, None)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{PREFIX}plan {file} has {variant}, which is no variant: {error}") from error
         if options.wire != SAME or options.compression:
             raise ConfigurationError(
                 f"{PREFIX}plan {file} has {variant}, which rounds what travels, and {AUTO} trains "
                 "like stock: name that dispatcher and its options in the place of the plan, or take it out"
             )
     for variant in dict.fromkeys(plan.layers.values()):
+        if variant != ALLTOALL and system_of(variant) is None:
+            names = ", ".join(system_names())
+            raise ConfigurationError(f"{PREFIX}plan {file} runs {variant}, which is none of {ALLTOALL}, {names}")
         reason = refusal(config, variant)
         if reason is not None:
             raise ConfigurationError(f"{PREFIX}plan {file} runs {variant}: {reason}")

@@ -57,6 +57,7 @@ def layer_config(settings: LayerSettings, variant: str, **changes: Any) -> Trans
         num_layers=1,
         hidden_size=settings.hidden,
         num_attention_heads=settings.tp,  # the layer has no attention; Megatron wants heads that tp divides
+        hidden_dropout=0.0,  # nor a residual to drop, with which netmoe does not train
         ffn_hidden_size=settings.ffn_hidden,
         moe_ffn_hidden_size=settings.ffn_hidden,
         num_moe_experts=settings.experts,

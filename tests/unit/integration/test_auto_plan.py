@@ -31,6 +31,7 @@ from megatron_moe_opt.integration.auto import (
 from megatron_moe_opt.integration.auto import controller as controlling
 from megatron_moe_opt.integration.auto import turns as turning
 from megatron_moe_opt.integration.auto.auto_layer import current_controller
+from megatron_moe_opt.integration.auto.auto_report import settled_lines
 from megatron_moe_opt.integration.auto.controller import Controller
 from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen, SeenExperts
 from megatron_moe_opt.integration.auto.look import NO_STEP, passes_held
@@ -92,6 +93,8 @@ def test_a_model_in_process_groups_of_its_own_needs_a_profile():
         ("alltoall", {"tensor_model_parallel_size": 2}, "stock Megatron does not train MoE layers under TP without"),
         ("monta:O2x4:fp8", {}, "has monta:O2x4:fp8, which rounds what travels, and auto trains like stock"),
         ("expert-migration:8:r50", {}, "has expert-migration:8:r50, which rounds what travels"),
+        ("mpmeo", {}, "runs mpmeo, which is none of alltoall, monta, "),
+        ("monta:O9", {}, "has monta:O9, which is no variant: "),
     ],
 )
 def test_what_cannot_run_is_refused_before_training(planned, variant, overrides, message):
@@ -574,6 +577,19 @@ def test_what_was_chosen_stays_where_what_is_planned_by_has_no_room(timed, monke
     stays = "monta:O2x2 had been chosen; steps take longer: it stays, as alltoall, by which"
     assert (stays in capsys.readouterr().out) == (not fits)
     assert fits or controller._drift.next_look == 70
+
+
+@pytest.mark.parametrize(
+    "medians", [{}, {"monta:O1": 0.3, "mpmoe:4:hops": 0.2}, {"alltoall": 0.4, "mpmoe:4:hops": 0.2}], ids=list
+)
+def test_the_last_line_names_the_flags_of_what_stays(medians):
+    """Where stock does not train or has no room, too."""
+    times = {variant: [seconds] for variant, seconds in medians.items()}
+    trials = SimpleNamespace(medians=lambda: medians, times=times, steps=9)
+    turns = SimpleNamespace(alike=SimpleNamespace(predicted=(), planned="monta:O1", passes=1), trials=trials)
+    *_, last = settled_lines(SimpleNamespace(turns=turns, shapes=()), "mpmoe:4:hops")
+    flags = "--moe-token-dispatcher-type mpmoe --moe-opt-partitions 4 --moe-opt-way hops"
+    assert last == f"to run it without trials: {flags}"
 
 
 @pytest.mark.parametrize(("iteration", "look"), [(0, 1000), (999, 1000), (5000, 10_000)])
