@@ -97,10 +97,12 @@ def test_timed_tables_are_the_benchmarks():
     """The tables have of each point what was measured last and predicted, and its part of the paper's; Parm's are means
     of its layers.
     """
-    first, last = (
-        _rows((PAGES.parent / f"benchmarks/2026-11-{day}-papers.md").read_text().splitlines()) for day in (23, 28)
+    first, *others = (
+        _rows((PAGES.parent / f"benchmarks/2026-{day}-papers.md").read_text().splitlines())
+        for day in ("11-23", "11-28", "12-01")
     )
-    points = {(row[0], row[1]): (row[2], row[3], row[5]) for row in (*first[2:], *last[2:]) if len(row) == 6}
+    found = [row for page in (first, *others) for row in page if len(row) == 6 and ": " in row[0]]
+    points = {(point, ratio): (measured, predicted, theirs) for point, ratio, measured, predicted, _, theirs in found}
     layers = [row for row in first if len(row) == 9 and row[0][0].isdigit()]
     column = {"S1": 5, "S2": 7}
     for paper in PAPERS:

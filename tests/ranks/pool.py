@@ -197,6 +197,8 @@ def _serve(pipe: Connection, rank: int, world: int, folder: Path, port: int) -> 
     """Body of a rank process: initialize, then execute cases until the pipe closes."""
     die_with_parent()
     os.setpgrp()
+    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):  # of a job around the tests, whose ranks these are not
+        os.environ.pop(name, None)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

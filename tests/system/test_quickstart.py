@@ -219,6 +219,11 @@ def test_the_layout_of_these_tests_is_accepted():
         ("--global-batch-size 6", 4, "--global-batch-size 6 is not divisible by 4: --micro-batch-size 2 x 2 data-par"),
         ("--micro-batch-size 0", 4, "--micro-batch-size 0 must be more than 0"),
         ("--moe-layer-freq 0", 4, "--moe-layer-freq 0 must be more than 0"),
+        (
+            "--moe-layer-freq 2 --pipeline-model-parallel-size 2",
+            8,
+            "--moe-layer-freq 2 leaves a pipeline stage of 1 lay",
+        ),
         ("--save-interval 5", 4, "--save-interval 5 needs a folder to save in; add --save DIR"),
         ("--ckpt-step 5", 4, "--ckpt-step 5 needs a folder to load from; add --load DIR"),
         ("--lr-warmup-iters 5", 4, "--lr-warmup-iters 5 must be less than the 5 iterations"),
