@@ -193,10 +193,10 @@ def _check_model(args: argparse.Namespace) -> None:
     _check_divisible(
         "--num-layers", args.num_layers, "--pipeline-model-parallel-size", args.pipeline_model_parallel_size
     )
-    stages = args.pipeline_model_parallel_size
-    if stages > 1 and args.num_layers // stages < args.moe_layer_freq:  # Megatron could not save PyTorch's Adam of one
+    of_stage = args.num_layers // args.pipeline_model_parallel_size
+    if of_stage < min(args.num_layers, args.moe_layer_freq):  # Megatron could not save PyTorch's Adam of one
         raise ConfigurationError(
-            f"--moe-layer-freq {args.moe_layer_freq} leaves a pipeline stage of {args.num_layers // stages} layer(s)"
+            f"--moe-layer-freq {args.moe_layer_freq} leaves a pipeline stage of {of_stage} layer(s)"
             " without experts: lower it or --pipeline-model-parallel-size"
         )
     _check_divisible("--num-experts", args.num_experts, "--expert-model-parallel-size", args.expert_model_parallel_size)

@@ -228,6 +228,7 @@ def test_the_layout_of_these_tests_is_accepted():
         ("--ckpt-step 5", 4, "--ckpt-step 5 needs a folder to load from; add --load DIR"),
         ("--lr-warmup-iters 5", 4, "--lr-warmup-iters 5 must be less than the 5 iterations"),
         ("--eval-iters -1", 4, "--eval-iters -1 must be 0 or more"),
+        ("--make-vocab-size-divisible-by 0", 4, "--make-vocab-size-divisible-by 0 must be more than 0"),
         ("--min-lr 1", 4, "--min-lr 1.0 is more than --lr 0.001"),
         ("--data-path 1 a 2", 4, "--data-path 1 a 2 must be one prefix, or a weight above 0 before each of several"),
         ("--data-path 0 a 2 b", 4, "--data-path 0 a 2 b must be one prefix, or a weight above 0"),
