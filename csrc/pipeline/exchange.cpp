@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -108,15 +109,15 @@ void Exchange::begin_on_gloo(c10d::Backend& backend) {
   }
   const int rank = group_->getRank(), size = group_->getSize();
   std::vector<Transfer> transfers;
+  std::optional<PeerError> failure;
   const auto issue = [&](int peer, bool receives) {
     const BlocksOfRows& blocks = receives ? received_ : sent_;
     if (blocks.is_empty(peer)) return;
     std::vector<at::Tensor> block{blocks[peer]};
     try {
       transfers.push_back({receives ? backend.recv(block, peer, kTag) : backend.send(block, peer, kTag), peer});
-    } catch (const std::exception& error) {
-      if (!transfers.empty()) spoilt.add(group_);
-      throw PeerError(error.what(), peer);
+    } catch (const std::exception& error) {  // the others get what is theirs, or would wait for this rank
+      if (!failure) failure.emplace(error.what(), peer);
     }
   };
   // Everybody starts with the next rank, so that no rank is everybody's first.
@@ -126,6 +127,10 @@ void Exchange::begin_on_gloo(c10d::Backend& backend) {
   transfers_ = std::move(transfers);
   if (aborted_) {
     for (const Transfer& transfer : transfers_) transfer.work->abort();
+  }
+  if (failure) {
+    if (!transfers_.empty()) spoilt.add(group_);
+    throw *failure;
   }
 }
 

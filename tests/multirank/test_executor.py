@@ -255,7 +255,12 @@ def leave(rank_that_dies: int) -> None:
         os._exit(3)
     rows, gathered = torch.zeros(1, 3), torch.zeros(4, 3)
     op = Op(Kind.ALL_TO_ALL, Lane.INTER, 0, group="ep")
-    executor().run(Schedule("test", (op,)), [steps.all_gather(rows, gathered, [1] * 4, group)])
+    program = [steps.all_gather(rows, gathered, [1] * 4, group)]
+    try:
+        executor().run(Schedule("test", (op,)), program)
+    finally:  # the program's messages to the living are under way until those have failed, too
+        store.set(f"failed: {dist.get_rank()}", "")
+        store.wait([f"failed: {rank}" for rank in range(dist.get_world_size()) if rank != rank_that_dies])
 
 
 @ON_THREADS
@@ -264,7 +269,9 @@ def test_a_dead_rank_ends_the_others_at_once(doomed_ranks):
         doomed_ranks.run(leave, rank_that_dies=2)
     named = [message for rank, kind, message in caught.value.errors if rank != 2 and kind == "LaneError"]
     assert len(named) == 3, caught.value.errors
-    assert all("lane inter: all_to_all of chunk 0 on group" in message for message in named)
+    for message in named:
+        assert "lane inter: all_to_all of chunk 0 on group" in message
+        assert ": with rank 2: " in message  # and not a living one that has failed first
 
 
 def bad_programs() -> None:
