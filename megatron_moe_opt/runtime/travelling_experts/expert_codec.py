@@ -127,24 +127,31 @@ class ResidualMessages:
         """Returns a message, uint8 [num_bytes], that says nothing yet."""
         return empty((self.num_bytes,), torch.uint8, device)
 
+    def places(self, message: torch.Tensor) -> torch.Tensor:
+        """Returns where a message says each expert, uint8 [num_local, bytes], in its memory."""
+        return message.view(self.num_local, -1)
+
     def encode(self, experts: torch.Tensor, bases: Iterable[torch.Tensor], message: torch.Tensor) -> None:
         """Encodes experts [numel] into a message, told from one base for each expert."""
-        places = message.view(self.num_local, -1)
-        for expert, base, place in zip(experts.view(self.num_local, -1), bases, places, strict=True):
-            values, indices = sr_encode(expert, base, self.kept)
-            place[: self._values_end] = values.to(self.dtype).view(torch.uint8)
-            place[self._values_end : self._end] = indices.view(torch.uint8)
-            place[self._end :] = 0
+        for one in zip(experts.view(self.num_local, -1), bases, self.places(message), strict=True):
+            self.encode_expert(*one)
+
+    def encode_expert(self, expert: torch.Tensor, base: torch.Tensor, place: torch.Tensor) -> None:
+        """Encodes one expert, told from its base, at its place in a message."""
+        values, indices = sr_encode(expert, base, self.kept)
+        place[: self._values_end] = values.to(self.dtype).view(torch.uint8)
+        place[self._values_end : self._end] = indices.view(torch.uint8)
+        place[self._end :] = 0
 
     def decode(self, message: torch.Tensor, experts: torch.Tensor) -> None:
         """Turns experts [numel], which hold what a message was told from, into what it says."""
-        for (values, indices), expert in zip(self.entries(message), experts.view(self.num_local, -1), strict=True):
+        for place, expert in zip(self.places(message), experts.view(self.num_local, -1), strict=True):
+            values, indices = self.entries(place)
             sr_decode(values.to(expert.dtype), indices, expert)
 
-    def entries(self, message: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields values and indices of each expert (see kernels/residual_codec.py), in the message's memory."""
-        for place in message.view(self.num_local, -1):
-            yield place[: self._values_end].view(self.dtype), place[self._values_end : self._end].view(torch.uint16)
+    def entries(self, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns values and indices of the expert at a place (see kernels/residual_codec.py), in the same memory."""
+        return place[: self._values_end].view(self.dtype), place[self._values_end : self._end].view(torch.uint16)
 
 
 class _Held:

@@ -196,7 +196,7 @@ class CompressedGradients:
             for owner, total in enumerate(sums):
                 of_ranks = [*received.view(size - 1, owners, -1)[:, owner]]
                 of_ranks.insert(rank, parts[rank, owner])
-                total.copy_(sum_messages(messages, of_ranks, rank))
+                sum_messages(messages, of_ranks, rank, total)
 
         blocks = steps.blocks_of([int(peer != rank) for peer in range(size)])
         exchange = steps.exchange(sent, blocks, received, blocks, group, "reduce_scatter")
@@ -223,32 +223,33 @@ def encode(messages: ResidualMessages, gradient: torch.Tensor, kept: torch.Tenso
         kept: float32 [numel], before and afterwards; the rounding of what is sent is in it too.
         message: uint8 [messages.num_bytes].
     """
-    kept += gradient
-    messages.encode(kept, _zeros_of_experts(messages, kept), message)
-    for (values, indices), left in zip(messages.entries(message), kept.view(messages.num_local, -1), strict=True):
+    zeros = kept.new_zeros(kept.numel() // messages.num_local)
+    of_experts = (kept.view(messages.num_local, -1), gradient.view(messages.num_local, -1), messages.places(message))
+    for left, added, place in zip(*of_experts, strict=True):  # each once, while it is in a processor's cache
+        left += added
+        messages.encode_expert(left, zeros, place)
+        values, indices = messages.entries(place)
         sr_decode(-values.float(), indices, left)
         left.masked_fill_(~values.isfinite().all(), 0)
 
 
-def sum_messages(messages: ResidualMessages, of_ranks: list[torch.Tensor], rank: int) -> torch.Tensor:
-    """Returns the sum in rank order, float32 [numel].
+def sum_messages(messages: ResidualMessages, of_ranks: list[torch.Tensor], rank: int, total: torch.Tensor) -> None:
+    """Writes the sum in rank order to `total`.
 
     Args:
-        of_ranks: a message of each rank; of `rank`, the gradient itself.
+        of_ranks: a message of each rank; of `rank`, the gradient itself, of any floating dtype.
+        total: float32 [numel].
     """
-    gradient, total = of_ranks[rank], None
-    for source, part in enumerate(of_ranks):
-        if source == rank:
-            decoded = gradient.float()
-        else:
-            decoded = torch.zeros_like(gradient, dtype=torch.float32)
-            messages.decode(part, decoded)
-        # Added, not decoded on top: that would take what is not finite for something to replace, see residual_codec.
-        total = decoded if total is None else total + decoded
-    return total
-
-
-def _zeros_of_experts(messages: ResidualMessages, gradient: torch.Tensor) -> list[torch.Tensor]:
-    """Returns what the experts of a gradient [numel] are told from: zeros."""
-    numel = gradient.numel() // messages.num_local
-    return [gradient.new_zeros(numel, dtype=torch.float32)] * messages.num_local
+    decoded = total.new_empty(total.numel() // messages.num_local)
+    experts = zip(total.view(messages.num_local, -1), of_ranks[rank].view(messages.num_local, -1), strict=True)
+    for number, (expert, own) in enumerate(experts):
+        for source, part in enumerate(of_ranks):
+            added = own if source == rank else decoded.zero_()
+            if source != rank:
+                values, indices = messages.entries(messages.places(part)[number])
+                sr_decode(values.float(), indices, decoded)
+            # Not decoded on top: that takes what is not finite for something to replace, see residual_codec.
+            if source == 0:
+                expert.copy_(added)
+            else:
+                expert += added

@@ -16,7 +16,13 @@ def arrives(messages: ResidualMessages, gradient: torch.Tensor, kept: torch.Tens
     """What a receiver makes of one message, float32 [numel]."""
     message = torch.empty(messages.num_bytes, dtype=torch.uint8)
     encode(messages, gradient, kept, message)
-    return sum_messages(messages, [torch.zeros_like(gradient), message], 0)
+    return total_of(messages, [torch.zeros_like(gradient), message], 0)
+
+
+def total_of(messages: ResidualMessages, of_ranks: list[torch.Tensor], rank: int) -> torch.Tensor:
+    total = torch.full((of_ranks[rank].numel(),), torch.nan)
+    sum_messages(messages, of_ranks, rank, total)
+    return total
 
 
 @settings(max_examples=60, deadline=None)
@@ -79,9 +85,9 @@ def test_a_sum_that_is_not_finite_is_not_mended_by_what_is_added():
         own = torch.full((8,), torch.inf)
         parts = [message, message]
         parts.insert(rank, own)
-        assert sum_messages(messages, parts, rank).isinf().all() and own.isinf().all()
+        assert total_of(messages, parts, rank).isinf().all() and own.isinf().all()
     own = torch.ones(8)
-    sum_messages(messages, [own, message], 0)
+    total_of(messages, [own, message], 0)
     assert own.eq(1).all()  # what is summed stays as it was
 
 
