@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.kernels import empty, sr_decode
+from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.offload import Kept
 from megatron_moe_opt.runtime.engine.steps import Steps
@@ -230,7 +231,11 @@ def encode(messages: ResidualMessages, gradient: torch.Tensor, kept: torch.Tenso
         messages.encode_expert(left, zeros, place)
         values, indices = messages.entries(place)
         sr_decode(-values.float(), indices, left)
-        left.masked_fill_(~values.isfinite().all(), 0)
+        is_finite = values.isfinite().all()
+        if has_streams(left.device):
+            left.masked_fill_(~is_finite, 0)  # the host does not wait for what it is
+        elif not is_finite:
+            left.zero_()
 
 
 def sum_messages(messages: ResidualMessages, of_ranks: list[torch.Tensor], rank: int, total: torch.Tensor) -> None:
