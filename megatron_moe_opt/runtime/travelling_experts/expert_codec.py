@@ -76,9 +76,16 @@ class ReceivedMessages:
         return experts
 
     def to_be_changed(self) -> torch.Tensor:
-        """Returns the experts as nobody else has them: on the device passes may still use those that are kept."""
+        """Returns the experts as nobody else has them, all but this rank's own: on the device passes may still use
+        those that are kept.
+        """
         experts = self.experts()
-        return experts if self._experts.on_host else experts.clone()
+        if self._experts.on_host:
+            return experts
+        changed = empty(experts.shape, experts.dtype, experts.device)
+        for kept, copy in _of_others(experts, self._own, changed):
+            copy.copy_(kept)
+        return changed
 
 
 class WholeExperts:
@@ -288,8 +295,10 @@ class LargestWeights:
         return Message(message, encode, decode)
 
 
-def _of_others(messages: torch.Tensor, own: int, experts: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields the message [M] and the experts [numel] of each owner but this rank, which has its own."""
-    for owner, pair in enumerate(zip(messages, experts, strict=True)):
+def _of_others(given: torch.Tensor, own: int, experts: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields what is given of each owner, such as its message [M], and its experts [numel]: but of this rank, which has
+    its own.
+    """
+    for owner, pair in enumerate(zip(given, experts, strict=True)):
         if owner != own:
             yield pair
