@@ -381,9 +381,11 @@ class _Sum:
     def add(self, grad: torch.Tensor | None) -> None:
         """Adds the gradients that one partition has given."""
         if grad is None:
-            if self._may_fuse and hasattr(self._parameter, "grad_added_to_main_grad"):
-                self._parameter.grad_added_to_main_grad = True
-                self._sum = torch.empty_like(self._parameter)  # as dense as Megatron's: autograd would copy others
+            like = self._parameter
+            if self._may_fuse and hasattr(like, "grad_added_to_main_grad"):
+                like.grad_added_to_main_grad = True
+                # As dense as Megatron's, or autograd would copy it; of a weight in FP8, too, whose like is quantized.
+                self._sum = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         elif not self._adds or (self._may_fuse and getattr(self._parameter, "grad_added_to_main_grad", False)):
             self._sum = grad
         elif self._sum is None:  # copied at once: the gradient may be shared, and there would be three at the second
