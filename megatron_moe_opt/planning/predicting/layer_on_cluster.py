@@ -165,9 +165,14 @@ class LayerOnCluster:
 
     @cached_property
     def edge(self) -> list[Op]:
-        """Returns the ops where all TP ranks hold the same tokens: output and input gradient are gathered."""
-        tokens, tp = self.workload.tokens, self.workload.tp
-        return [Op(Kind.ALL_GATHER, Lane.INTRA, size=tokens * self.workload.row_bytes, group=TP)] * (2 * (tp > 1))
+        """Returns the ops where all TP ranks hold the same tokens: output and input gradient are gathered, and the
+        router's gradient is summed in float32, which takes what two gathers of it take.
+        """
+        one = self.workload
+        if one.tp == 1:
+            return []
+        sizes = [one.tokens * one.row_bytes] * 2 + [one.experts * one.hidden * 4] * 2
+        return [Op(Kind.ALL_GATHER, Lane.INTRA, size=size, group=TP) for size in sizes]
 
     def prediction(
         self,

@@ -215,8 +215,9 @@ def test_replicated_tokens_leave_stock_out_and_gather_at_the_edge():
     predicted = by_variant(found)
     assert ALLTOALL in {one.variant for one in refused} and "parm:S2" in predicted
     split = by_variant(candidates(dataclasses.replace(LAYER, tokens=256), cluster())[0])
-    gather = cluster().costs.curves[Kind.ALL_GATHER, "tp"].seconds(1024 * 4096)
-    assert predicted["monta:O1"].seconds == pytest.approx(split["monta:O1"].seconds + 2 * gather, rel=1e-3)
+    seconds = cluster().costs.curves[Kind.ALL_GATHER, "tp"].seconds
+    edge = 2 * seconds(1024 * 4096) + 2 * seconds(4 * LAYER.experts * LAYER.hidden)  # tokens; the router's gradient
+    assert predicted["monta:O1"].seconds == pytest.approx(split["monta:O1"].seconds + edge)
 
 
 def migrating(expert_hidden: int) -> tuple[LayerWorkload, Cluster]:
@@ -241,11 +242,12 @@ def test_tokens_that_hop_are_gathered_over_tp_part_by_part():
         by_variant(candidates(dataclasses.replace(layer, **of), measured)[0])
         for of in ({}, {"routes_all": False}, {"capacity_factor": 1.0})
     )
-    edge = measured.costs.curves[Kind.ALL_GATHER, "tp"].seconds(4096 * 4096)
+    seconds = measured.costs.curves[Kind.ALL_GATHER, "tp"].seconds
+    edge, router = seconds(4096 * 4096), 2 * seconds(4 * layer.experts * layer.hidden)
     assert by_part["mpmoe:1:hops"].seconds == pytest.approx(at_once["mpmoe:1:hops"].seconds, rel=1e-2)
     saved = at_once["mpmoe:4:hops"].seconds - by_part["mpmoe:4:hops"].seconds
     shares = token_shares(4, "none")
-    assert edge < saved < 2 * edge * sum(shares[:-1]) / sum(shares)
+    assert edge < saved - router < 2 * edge * sum(shares[:-1]) / sum(shares)
     assert by_part["mpmoe:4"].seconds == at_once["mpmoe:4"].seconds
     assert drops["mpmoe:4:hops"].seconds == pytest.approx(at_once["mpmoe:4:hops"].seconds)
 
