@@ -226,7 +226,6 @@ def codec(rows: Rows, kind: Kind) -> Load:
         messages = ResidualMessages(1, numel, rows.dtype, CODEC_RATIO)
         expert, base = (torch.randn(numel, device=rows.device).to(dtype) for _ in range(2))
         sent, held = messages.empty(rows.device), base.clone()
-        total = torch.empty(numel, device=rows.device)
 
         def encode() -> None:
             messages.encode(expert, [base], sent)
@@ -237,7 +236,7 @@ def codec(rows: Rows, kind: Kind) -> Load:
             Kind.ENCODE: encode,
             Kind.DECODE: lambda: messages.decode(sent, held),
             Kind.ENCODE_GRADIENT: lambda: expert_gradients.encode(messages, expert, base, sent),
-            Kind.DECODE_GRADIENT: lambda: expert_gradients.sum_messages(messages, [sent, expert], 1, total),
+            Kind.DECODE_GRADIENT: lambda: expert_gradients.sum_messages(messages, [sent, expert], 1, held),
         }
         return Sized(numel * dtype.itemsize, lambda: steps.call(ops[kind]))
 

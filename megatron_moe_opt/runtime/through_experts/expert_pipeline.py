@@ -380,13 +380,13 @@ class _Sum:
 
     def add(self, grad: torch.Tensor | None) -> None:
         """Adds the gradients that one partition has given."""
+        parameter = self._parameter
         if grad is None:
-            like = self._parameter
-            if self._may_fuse and hasattr(like, "grad_added_to_main_grad"):
-                like.grad_added_to_main_grad = True
+            if self._may_fuse and hasattr(parameter, "grad_added_to_main_grad"):
+                parameter.grad_added_to_main_grad = True
                 # As dense as Megatron's, or autograd would copy it; of a weight in FP8, too, whose like is quantized.
-                self._sum = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        elif not self._adds or (self._may_fuse and getattr(self._parameter, "grad_added_to_main_grad", False)):
+                self._sum = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        elif not self._adds or (self._may_fuse and getattr(parameter, "grad_added_to_main_grad", False)):
             self._sum = grad
         elif self._sum is None:  # copied at once: the gradient may be shared, and there would be three at the second
             self._sum = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)

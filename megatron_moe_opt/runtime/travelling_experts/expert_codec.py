@@ -152,9 +152,13 @@ class ResidualMessages:
 
     def decode(self, message: torch.Tensor, experts: torch.Tensor) -> None:
         """Turns experts [numel], which hold what a message was told from, into what it says."""
-        for place, expert in zip(self.places(message), experts.view(self.num_local, -1), strict=True):
-            values, indices = self.entries(place)
-            sr_decode(values.to(expert.dtype), indices, expert)
+        for one in zip(self.places(message), experts.view(self.num_local, -1), strict=True):
+            self.decode_expert(*one)
+
+    def decode_expert(self, place: torch.Tensor, expert: torch.Tensor) -> None:
+        """Turns one expert into what the message at its place says."""
+        values, indices = self.entries(place)
+        sr_decode(values.to(expert.dtype), indices, expert)
 
     def entries(self, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns values and indices of the expert at a place (see kernels/residual_codec.py), in the same memory."""

@@ -249,10 +249,10 @@ def sum_messages(messages: ResidualMessages, of_ranks: list[torch.Tensor], rank:
     experts = zip(total.view(messages.num_local, -1), of_ranks[rank].view(messages.num_local, -1), strict=True)
     for number, (expert, own) in enumerate(experts):
         for source, part in enumerate(of_ranks):
-            added = own if source == rank else decoded.zero_()
+            added = own
             if source != rank:
-                values, indices = messages.entries(messages.places(part)[number])
-                sr_decode(values.float(), indices, decoded)
+                added = decoded.zero_()
+                messages.decode_expert(messages.places(part)[number], decoded)
             # Not decoded on top: that takes what is not finite for something to replace, see residual_codec.
             if source == 0:
                 expert.copy_(added)
